@@ -3,6 +3,8 @@
 import fcntl
 import functools
 import hashlib
+import importlib.metadata
+import importlib.util
 import os
 import re
 import shutil
@@ -15,6 +17,8 @@ import onnxruntime
 import openvino
 import pytest
 
+from tests.tensorrt_stand_in import INCLUDE_DIR, cuda_folder, major_of, stand_in_options, tensorrt_headers
+
 ORT_HEADERS = "ONNXRUNTIME_INCLUDE_DIR"
 """Names the folder of onnxruntime_cxx_api.h, in place of the npm package."""
 
@@ -25,12 +29,18 @@ NPM_HEADERS = "package/Plugins/iOS~/onnxruntime.xcframework/ios-arm64/onnxruntim
 
 
 def build_program(bundle: Path, runtime: str) -> Path:
-    """Compile the program of a bundle without a warning; return its path."""
-    options = (
-        [f"-DOpenVINO_DIR={openvino.__path__[0]}/cmake"]
-        if runtime == "openvino"
-        else onnxruntime_options(onnxruntime_headers())
-    )
+    """Compile the program of a bundle; return its path. That of a plan runs with the stand-in for TensorRT."""
+    if runtime == "openvino":
+        return compile_program(bundle, [f"-DOpenVINO_DIR={openvino.__path__[0]}/cmake"])
+    if runtime == "tensorrt":
+        folder = bundle / "cpp" / "stand_in"
+        folder.mkdir()
+        return compile_program(bundle, stand_in_options(folder))
+    return compile_program(bundle, onnxruntime_options(onnxruntime_headers()))
+
+
+def compile_program(bundle: Path, options: list[str]) -> Path:
+    """Compile the program of a bundle with options for CMake and without a warning; return its path."""
     configured = configure_program(bundle, options)
     assert configured.returncode == 0, configured.stdout + configured.stderr
     command = ["cmake", "--build", bundle / "cpp" / "build"]
@@ -46,6 +56,26 @@ def configure_program(bundle: Path, options: list[str]) -> subprocess.CompletedP
         pytest.skip(f"{', '.join(missing)} is not installed")
     command = ["cmake", "-S", bundle / "cpp", "-B", bundle / "cpp" / "build", *options]
     return subprocess.run(command, capture_output=True, text=True, check=False)
+
+
+def tensorrt_options(folder: Path) -> list[str]:
+    """Return what finds the installed TensorRT and CUDA, with headers that are fetched to `folder` if need be.
+
+    Skips the test, with the reason, where the headers cannot be had or do not fit the library.
+    """
+    headers, installed = tensorrt_headers(folder), importlib.metadata.version("tensorrt")
+    if major_of(headers) != int(installed.split(".")[0]):
+        pytest.skip(
+            f"the headers in {headers} are of TensorRT {major_of(headers)}, installed is {installed}; name the "
+            f"folder of such headers with {INCLUDE_DIR}"
+        )
+    toolkit = Path("/usr/local/cuda")
+    cuda = toolkit if (toolkit / "include/cuda_runtime_api.h").is_file() else cuda_folder(folder)
+    options = [f"-D{INCLUDE_DIR}={headers}", f"-DCUDA_DIR={cuda}"]
+    libraries = importlib.util.find_spec("tensorrt_libs")
+    if libraries is None or libraries.submodule_search_locations is None:
+        return options  # CMake looks where NVIDIA's archive and packages of Debian put them
+    return [*options, f"-DTENSORRT_LIBRARY_DIR={libraries.submodule_search_locations[0]}"]
 
 
 def onnxruntime_options(headers: Path) -> list[str]:

@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -37,6 +38,7 @@ from tasks.parts.engines.runtimes import Precision
 from tasks.parts.engines.target import Gives, Reads, Target
 from tasks.parts.engines.tensorrt_options import BatchProfile
 from tasks.parts.selection.bundle import write_bundle
+from tests.cpp_programs import compile_program, tensorrt_options
 from tests.tasks.conftest import Workshop
 from tests.tasks.parts.selection.test_bundle import infer
 from tests.tasks.test_benchmark import CONFIG
@@ -318,3 +320,30 @@ def test_bundle_predicts_what_the_engine_does(workshop: Workshop, target: Target
     (bundle / "model.json").write_text(json.dumps(model))
     done = infer(sys.executable, bundle, images_NHWC, tmp_path)
     assert done.returncode != 0 and "was built on NVIDIA Imaginary" in done.stderr
+
+
+@pytest.mark.parametrize("cuda_graph", [False, True])
+@pytest.mark.parametrize(
+    ("reads", "gives"), [(Reads.normalised, Gives.logits), (Reads.bgr_frames, Gives.classes)]
+)
+def test_cpp_program_answers_as_the_bundle_does_in_python(
+    workshop: Workshop, target: Target, tmp_path: Path, reads: Reads, gives: Gives, cuda_graph: bool
+) -> None:
+    declared = replace(with_options(target, cuda_graph=cuda_graph), reads=reads, gives=gives)
+    build(workshop, declared, workshop.graph, tmp_path / "a")
+    bundle = tmp_path / "bundle"
+    assert write_bundle(tmp_path / "a" / "engine", {"variant": "float", "target": target.name}, bundle)
+    program = compile_program(bundle, tensorrt_options(tmp_path))
+    frames_NHWC = np.ascontiguousarray(open_split(workshop.data, "test")[0][:6])
+    engine = load_engine(bundle)
+    expected = np.concatenate([engine.answer(frame[None]) for frame in frames_NHWC])
+
+    is_reversed = reads is Reads.bgr_frames
+    np.save(tmp_path / "frames.npy", frames_NHWC[..., ::-1].copy() if is_reversed else frames_NHWC)
+    subprocess.run([program, "frames.npy", "masks.npy"], cwd=tmp_path, check=True)
+
+    np.testing.assert_array_equal(np.load(tmp_path / "masks.npy"), expected)
+    text = (bundle / "engine.txt").read_text()
+    (bundle / "engine.txt").write_text(text.replace("\ngpu ", "\ngpu NVIDIA Imaginary or "))
+    done = subprocess.run([program, "-", "-"], capture_output=True, text=True, check=False)
+    assert done.returncode == 1 and "was built on NVIDIA Imaginary" in done.stderr

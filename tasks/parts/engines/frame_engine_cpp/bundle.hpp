@@ -80,10 +80,11 @@ std::string read_file(const std::string& path) {
 }
 
 struct Bundle {
+    std::string folder;
     std::map<std::string, std::string> values;  // the lines of engine.txt
     std::string engine;                         // the content of its file
 
-    explicit Bundle(const std::string& folder) {
+    explicit Bundle(const std::string& path) : folder(path) {
         std::istringstream lines(read_file(folder + "/engine.txt"));
         for (std::string key; lines >> key && lines.ignore();) std::getline(lines, values[key]);
         engine = read_file(folder + "/" + values["file"]);

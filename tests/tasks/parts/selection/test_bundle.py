@@ -400,6 +400,10 @@ def test_plan_is_packed_with_what_its_script_needs(workshop: Workshop, tmp_path:
     assert (bundle / "triton_native" / "pruned-h200_tensorrt" / "1" / "model.plan").read_bytes() == b"no plan"
     assert (bundle / "requirements.txt").read_text().split()[::2] == ["tensorrt==11.4.0.1", "pycuda"]
     assert "frame_engine/kernels.cu" in (bundle / "SHA256SUMS").read_text()
+    assert "NvInfer.h" in (bundle / "cpp" / "infer.cpp").read_text()
+    assert {"gpu NVIDIA H200", "compute_capability 9.0", "profile 0", "cuda_graph YES"} <= set(
+        (bundle / "engine.txt").read_text().splitlines()
+    )
     card = json.loads((bundle / "model.json").read_text())
     assert card["batches"] == [[1, 1], [2, 4]]
     assert card["options"] == {
