@@ -11,7 +11,7 @@ import tensorrt as trt
 
 from flows.params import compose_params
 from tasks.core.config import typed_config
-from tasks.core.errors import BuildFailed
+from tasks.core.errors import ArtifactError, BuildFailed
 from tasks.parts.builders.contract import GraphSource, read_source
 from tasks.parts.builders.graph_rewrites import round_rest
 from tasks.parts.builders.tensorrt_network import check_types, count_products
@@ -19,6 +19,7 @@ from tasks.parts.builders.tensorrt_plan import build_plan, parse_graph
 from tasks.parts.engines.runtimes import Precision
 from tasks.parts.engines.target import Target
 from tasks.parts.engines.tensorrt.log import LOG
+from tasks.parts.engines.tensorrt.plugins import load_plugins
 from tasks.parts.engines.tensorrt_options import BatchProfile
 from tasks.parts.onnx_graphs.graph import write_graph
 from tasks.parts.onnx_graphs.half_precision import to_half
@@ -120,6 +121,16 @@ def test_graph_that_no_message_holds_is_read_from_a_file_with_its_weights_beside
     monkeypatch.setattr(trt.OnnxParser, "parse_from_file", record)
     assert len(build_plan(source.graph, target, target.gpu)) > 10_000
     assert seen == [[".onnx", ".weights"]]
+
+
+def test_library_of_plugins_is_loaded_and_another_file_is_refused(tmp_path: Path) -> None:
+    registry = trt.Builder(LOG).get_plugin_registry()
+    load_plugins(registry, [Path(os.environ["PLUGIN"])])
+    assert "Swish2" in {creator.name for creator in registry.all_creators}
+    other = tmp_path / "libother.so"
+    other.write_bytes(b"no library")
+    with pytest.raises(ArtifactError, match=r"libother\.so: TensorRT .* cannot load the plugins \(.+\)"):
+        load_plugins(registry, [other])
 
 
 def test_refused_operator_is_named_with_its_node(tmp_path: Path) -> None:

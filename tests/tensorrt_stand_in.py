@@ -66,16 +66,26 @@ def cuda_folder(folder: Path) -> Path:
 def stand_in_options(folder: Path) -> list[str]:
     """Compile the stand-in in `folder` without a warning; return what lets CMake find it and the headers."""
     headers, cuda = tensorrt_headers(folder), cuda_folder(folder)
-    if shutil.which("g++") is None:
-        pytest.skip("g++ is not installed")
-    library = folder / "libstand_in.so"
-    flags = ["-std=c++17", "-O2", "-Wall", "-Wextra", "-ffp-contract=off", "-shared", "-fPIC"]
-    includes = ["-isystem", headers, "-isystem", cuda / "include"]
-    command = ["g++", *flags, *includes, "-o", library, SOURCE]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert done.returncode == 0 and not done.stderr, done.stderr
+    library = _compiled(SOURCE, folder / "libstand_in.so", headers, cuda)
     libraries = [f"-D{name}={library}" for name in ("NVINFER", "NVINFER_PLUGIN", "CUDART")]
     return [f"-D{INCLUDE_DIR}={headers}", f"-DCUDA_DIR={cuda}", *libraries]
+
+
+def compiled_plugin(folder: Path) -> Path:
+    """Compile the library of tensorrt_plugin.cpp in `folder` without a warning."""
+    source = SOURCE.with_name("tensorrt_plugin.cpp")
+    return _compiled(source, folder / "libplugin.so", tensorrt_headers(folder), cuda_folder(folder))
+
+
+def _compiled(source: Path, library: Path, headers: Path, cuda: Path) -> Path:
+    if shutil.which("g++") is None:
+        pytest.skip("g++ is not installed")
+    flags = ["-std=c++17", "-O2", "-Wall", "-Wextra", "-ffp-contract=off", "-shared", "-fPIC"]
+    includes = ["-isystem", headers, "-isystem", cuda / "include"]
+    command = ["g++", *flags, *includes, "-o", library, source]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0 and not done.stderr, done.stderr
+    return library
 
 
 @dataclass(frozen=True)

@@ -9,9 +9,16 @@ from pathlib import Path
 
 from tests.conftest import REPOSITORY
 from tests.tasks.conftest import Workshop
+from tests.tensorrt_stand_in import compiled_plugin
 from tests.wheels import run_tests_over
 
 
-def test_real_builder_takes_the_graphs_as_they_are(tensorrt_builder: Path, workshop: Workshop) -> None:
-    environment = {"PYTHONPATH": f"{REPOSITORY}:{tensorrt_builder}", "WORKSHOP": str(workshop.root)}
+def test_real_builder_takes_the_graphs_as_they_are(
+    tensorrt_builder: Path, workshop: Workshop, tmp_path: Path
+) -> None:
+    environment = {
+        "PYTHONPATH": f"{REPOSITORY}:{tensorrt_builder}",
+        "WORKSHOP": str(workshop.root),
+        "PLUGIN": str(compiled_plugin(tmp_path)),
+    }
     run_tests_over("tests/over_tensorrt_builder.py", environment)
