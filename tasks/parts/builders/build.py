@@ -114,10 +114,12 @@ def _prove(
     if twin is not built:
         plain = new_manifest(target.plain, manifest.runtime_version, source.card, file=twin.file)
     logits_NCHW = source.compute_logits(target)
-    how: dict[str, Any] = {"is_int8": source.is_quantized, "usual_power": source.usual_power}
-    agreement_db, provider = measure_agreement(
-        logits_NCHW, source.images_NCHW, plain, twin.file, choice=source.choice, **how
-    )
+    how: dict[str, Any] = {
+        "is_int8": source.is_quantized,
+        "usual_power": source.usual_power,
+        "choice": source.choice,
+    }
+    agreement_db, provider = measure_agreement(logits_NCHW, source.images_NCHW, plain, twin.file, **how)
     answers_agreement = None
     if twin is not built:
         plain = replace(plain, precisions=twin.precisions, provider=provider)

@@ -60,6 +60,34 @@ def test_noise_counts_against_what_a_network_usually_answers(workshop: Workshop,
     assert found_db == pytest.approx(10 * np.log10(source.usual_power / 1e-8), abs=0.1)
 
 
+def test_images_for_which_a_graph_picks_other_values_of_its_own_do_not_count(
+    workshop: Workshop, tmp_path: Path
+) -> None:
+    model, images = write_values(tmp_path)
+    target = workshop.target("cpu_onnxruntime", max_batch=8)
+    (tmp_path / "out").mkdir()
+    report = build_engine(target, model=model, images=images, out=tmp_path / "out")
+    assert report.status == "built", report.reason
+    engine, source = tmp_path / "out" / "engine", read_source(target, model, images)
+    manifest = read_engine_manifest(engine)
+    assert isinstance(source, GraphSource)
+    expected_NCHW = source.compute_logits(target).copy()
+
+    def measured(choice: str = "TopK 'queries'") -> float:
+        images_NCHW = read_probe_images(images, source.card)
+        return measure_agreement(expected_NCHW, images_NCHW, manifest, engine / manifest.file, choice=choice)[
+            0
+        ]
+
+    expected_NCHW[[0, 2]] *= -1
+    assert measured() > 100
+    with pytest.raises(BuildFailed, match=r"The runtime does not compute what the graph describes: "):
+        measured(choice="")
+    expected_NCHW[1] *= -1
+    with pytest.raises(BuildFailed, match=r"rounds otherwise and TopK 'queries' then picks other ones"):
+        measured()
+
+
 def test_values_on_frames_may_differ_by_the_noise_of_int8_where_the_graph_is_quantized(
     workshop: Workshop, tmp_path: Path
 ) -> None:
