@@ -164,8 +164,8 @@ def measure_agreement(
     """Return the engine's lowest signal-to-noise ratio against the expected logits, and its provider.
 
     Images are passed one by one and in each of `fitting_batches`. Raises BuildFailed below the target's floor.
-    `choice` names a node that picks some of the graph's own values: whatever rounds otherwise may pick others, so each
-    image is judged by itself, and up to half of them may differ as long as the others do not in any batch.
+    `choice` names a node that picks some of the graph's own values: whatever rounds otherwise may pick others, so
+    each image is judged by itself, and up to half of them may differ as long as the others do not in any batch.
     """
     from tasks.parts.engines.open_engine import load_runner
 
