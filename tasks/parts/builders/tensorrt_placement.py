@@ -30,15 +30,15 @@ def residual_pairs_alone(model: ModelProto) -> ModelProto:
     rewritten = ModelProto()
     rewritten.CopyFrom(model)
     graph, index = rewritten.graph, index_graph(rewritten.graph)
-    makers, readers, depth = index.makers, index.readers, _depths(rewritten.graph)
+    makers, depth = index.makers, _depths(rewritten.graph)
     for node in graph.node:
         if node.op_type != "Add" or any(rounded_by_pair(name, makers) is None for name in node.input):
             continue
         branches = []
         for name in set(node.input):
-            levels, rounded = makers[name].input[0], str(rounded_by_pair(name, makers))
-            is_read_here_alone = all(len(readers[each]) == 1 for each in (rounded, levels, name))
-            if is_read_here_alone and rounded in makers and makers[rounded].op_type in LAYER_TYPES:
+            rounded = str(rounded_by_pair(name, makers))
+            is_layer = rounded in makers and makers[rounded].op_type in LAYER_TYPES
+            if is_layer and len(index.readers[rounded]) == 1 and _is_read_once(name, index):
                 branches.append((depth[rounded], name))
         if branches and len(set(node.input)) > 1:
             drop_pair(index, makers[makers[max(branches)[1]].input[0]])
@@ -50,12 +50,12 @@ def vector_products_in_float(model: ModelProto) -> ModelProto:
     """Return a copy in which matrix products of one row, and 1x1 convolutions of one pixel, read float.
 
     Such a product reads each weight once, so its time is that of the memory, and no kernel for INT8 makes it faster:
-    classifiers behind a global pool, squeeze-and-excitation.
+    classifiers behind a global pool, squeeze-and-excitation. A pair behind which only moves lead to it goes as well.
     """
     rewritten = ModelProto()
     rewritten.CopyFrom(model)
     graph, index = rewritten.graph, index_graph(rewritten.graph)
-    makers, constants = index.makers, index.constants
+    makers, readers, constants = index.makers, index.readers, index.constants
     sizes = sizes_of_one_image(model)
     for node in [node for node in graph.node if node.op_type in ("Conv", "Gemm", "MatMul")]:
         weight, source, given = (
@@ -73,6 +73,10 @@ def vector_products_in_float(model: ModelProto) -> ModelProto:
         places = sizes[given][2:] if node.op_type == "Conv" else sizes[given][:-1]
         if all(size == 1 for size in places):
             read_float(graph, node, source, float_weight(weight, constants), constants)
+            while source in makers and makers[source].op_type in MOVES_VALUES and len(readers[source]) == 1:
+                source = makers[source].input[0]
+            if rounded_by_pair(source, makers) is not None and _is_read_once(source, index):
+                drop_pair(index, makers[makers[source].input[0]])
     drop_unused(graph)
     return rewritten
 
@@ -124,6 +128,11 @@ def equal_steps_at_concat(model: ModelProto) -> ModelProto:
             node.input[1] = scale
     drop_unused(graph)
     return rewritten
+
+
+def _is_read_once(name: str, index: GraphIndex) -> bool:
+    """Return whether one node reads what a pair gives, and nothing else reads its levels."""
+    return len(index.readers[name]) == 1 and len(index.readers[index.makers[name].input[0]]) == 1
 
 
 def _levels_of(name: str, index: GraphIndex) -> str | None:

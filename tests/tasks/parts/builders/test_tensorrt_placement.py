@@ -77,6 +77,10 @@ def test_products_of_one_row_read_float(network: str, num_vectors: int) -> None:
     rewritten = vector_products_in_float(graph)
     assert len(quantized_layers(graph)) - len(quantized_layers(rewritten)) == num_vectors
     assert difference(logits(imported(NETWORKS[network])), logits(rewritten)).sqnr_db > 30
+    index = index_graph(rewritten.graph)
+    for node in rewritten.graph.node:
+        if node.op_type in ("Flatten", "Reshape"):
+            assert rounded_by_pair(node.input[0], index.makers) is None, "leads to the classifier alone"
 
 
 def test_inputs_and_output_of_a_concat_have_one_scale() -> None:
