@@ -7,6 +7,7 @@ is 1 if something is missing that a run with these overrides needs.
 
 import argparse
 import importlib.metadata
+import importlib.util
 import os
 import shutil
 import subprocess
@@ -40,6 +41,8 @@ _NEEDED_GB = 3
 """A run with the defaults takes 0.8 GB, including DVC's cache and MLflow's copies of the engines."""
 _DRIVER_FILE = Path("/proc/driver/nvidia/version")
 _TIMEOUT_S = 10
+_BUILDER_TIMEOUT_S = 120
+"""The first builder of a process loads gigabytes of libraries."""
 _DEFAULT_REMOTE = "core.remote"
 
 
@@ -78,6 +81,8 @@ def examine(params: Mapping[str, Any], *, all_targets: bool) -> Iterator[Finding
     yield _examine_gpus()
     for package in _PACKAGES:
         yield _examine_package(package)
+    needs_builder = any(section.get("tensorrt") for section in params["build_engine"].values())
+    yield _examine_builder(State.needed if needs_builder else State.missing)
     if all_targets:
         for name in others:
             yield _examine_other_target(name)
@@ -123,6 +128,28 @@ def _cuda_of_torch() -> str:
     import torch
 
     return f", CUDA {torch.version.cuda}" if torch.version.cuda else ", built without CUDA"
+
+
+def _examine_builder(lack: State) -> Finding:
+    """Let TensorRT build the smallest plan in a process, which a library that does not fit the driver may end."""
+    subject = "TensorRT's builder"
+    if importlib.util.find_spec("tensorrt") is None:
+        return Finding(lack, subject, "TensorRT is not installed", _HOW_TO_INSTALL["tensorrt"])
+    command = [sys.executable, "-m", "tasks.parts.builders.tensorrt_trial"]
+    try:
+        asked = subprocess.run(
+            command, capture_output=True, text=True, check=False, timeout=_BUILDER_TIMEOUT_S
+        )
+    except subprocess.TimeoutExpired:
+        problem = f"no answer in {_BUILDER_TIMEOUT_S} s"
+    else:
+        if asked.returncode == 0:
+            version = asked.stdout.strip().rpartition("\n")[2]
+            return Finding(State.ok, subject, f"{version} parses and builds plans here")
+        said = (asked.stdout + asked.stderr).strip().rpartition("\n")[2]
+        problem = f"{said or 'it said nothing'} (its process ended with {asked.returncode})"
+    mend = "TensorRT needs an NVIDIA GPU and a driver for its CUDA version, which `nvidia-smi` shows"
+    return Finding(lack, subject, problem, f"{mend}: {_HOW_TO_INSTALL['tensorrt']}")
 
 
 def _examine_other_target(name: str) -> Finding:

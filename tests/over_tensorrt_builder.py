@@ -1,6 +1,8 @@
 """Tests that run where NVIDIA's builder is on the path as `tensorrt`: see tests/tasks/test_tensorrt_builder.py."""
 
 import os
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -9,18 +11,20 @@ import onnx
 import pytest
 import tensorrt as trt
 
+from flows.doctor import State, examine
 from flows.params import compose_params
 from tasks.core.config import typed_config
 from tasks.core.errors import ArtifactError, BuildFailed
 from tasks.parts.builders.contract import GraphSource, read_source
 from tasks.parts.builders.graph_rewrites import round_rest
+from tasks.parts.builders.tensorrt_commands import describe_build, polygraphy_command
 from tasks.parts.builders.tensorrt_network import check_types, count_products
 from tasks.parts.builders.tensorrt_plan import build_plan, parse_graph
 from tasks.parts.engines.runtimes import Precision
 from tasks.parts.engines.target import Target
 from tasks.parts.engines.tensorrt.log import LOG
 from tasks.parts.engines.tensorrt.plugins import load_plugins
-from tasks.parts.engines.tensorrt_options import BatchProfile
+from tasks.parts.engines.tensorrt_options import BatchProfile, HardwareCompatibility, TacticSource
 from tasks.parts.onnx_graphs.graph import write_graph
 from tasks.parts.onnx_graphs.half_precision import to_half
 from tasks.parts.onnx_graphs.macs import LAYER_TYPES
@@ -149,6 +153,50 @@ def test_tensor_of_another_type_than_that_of_the_graph_is_named(tmp_path: Path) 
     network, _parser = parse_graph(trt.Builder(LOG), source.graph, target)
     with pytest.raises(BuildFailed, match=r"tensors in other types.* gives f32, expected f16"):
         check_types(network, half.graph, target)
+
+
+def test_polygraphy_builds_by_the_command_beside_a_plan(tmp_path: Path) -> None:
+    """All options of the target but `version_compatible`, whose runtime TensorRT for RTX lacks."""
+    source, target = read("float", declared("h200_tensorrt"), tmp_path)
+    assert target.tensorrt is not None and target.gpu is not None
+    options = replace(
+        target.tensorrt,
+        profiles=[BatchProfile(1, 1, 1), BatchProfile(2, 4, 4)],
+        timing_cache=str(tmp_path / "timings"),
+        tactic_sources=[TacticSource.jit_convolutions],
+        hardware_compatibility=HardwareCompatibility.ampere_plus,
+        max_aux_streams=2,
+    )
+    write_graph(source.graph, tmp_path / "graph.onnx")
+    build = describe_build(source.graph, target.gpu, trt.__version__, is_quantized=False)
+    command = polygraphy_command(replace(target, max_batch=4, tensorrt=options), build)
+    # Polygraphy looks for this package under the name that it has on PyPI.
+    [bindings] = trt.__path__
+    (tmp_path / "tensorrt_rtx").symlink_to(bindings)
+    (tmp_path / "tensorrt_rtx_libs").symlink_to(Path(bindings).with_name("tensorrt_rtx_libs"))
+    done = subprocess.run(
+        [
+            Path(sys.executable).with_name("polygraphy"),
+            *(word.replace("$engine/", "") for word in command[1:]),
+        ],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(tmp_path), "POLYGRAPHY_USE_TENSORRT_RTX": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert (tmp_path / "rebuilt.plan").stat().st_size > 10_000
+    size = source.card.image_shape
+    assert f"opt=[4, {', '.join(map(str, size))}]" in done.stdout
+    assert "Tactic Sources         | [JIT_CONVOLUTIONS]" in done.stdout
+    assert f"WORKSPACE: {options.workspace_mib}.00 MiB" in done.stdout
+
+
+def test_doctor_tells_that_it_builds_here() -> None:
+    findings = examine(compose_params([]), all_targets=False)
+    found = next(one for one in findings if one.subject == "TensorRT's builder")
+    assert (found.state, found.text) == (State.ok, f"{trt.__version__} parses and builds plans here")
 
 
 def test_zero_points_which_our_graphs_avoid_are_refused(tmp_path: Path) -> None:

@@ -140,6 +140,15 @@ def test_use_that_a_version_lacks_is_found(
     assert faults.get(str(tmp_path / "module.py"), []) == expected
 
 
+def test_trial_tells_that_there_is_no_builder(environment: dict[str, str]) -> None:
+    """The stub libraries return none, as TensorRT does without a driver."""
+    command = [sys.executable, "-m", "tasks.parts.builders.tensorrt_trial"]
+    done = subprocess.run(
+        command, env=environment, cwd=REPOSITORY, capture_output=True, text=True, check=False
+    )
+    assert (done.returncode, done.stderr) == (1, "no builder: it gave no reason\n")
+
+
 UNCHECKED = """
 import tensorrt as trt
 

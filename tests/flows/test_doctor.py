@@ -1,4 +1,6 @@
 import base64
+import importlib.util
+import os
 import shutil
 import subprocess
 import sys
@@ -7,6 +9,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 
+from flows import doctor
 from flows.doctor import State, examine, main
 from flows.local_server import find_problem
 from flows.params import compose_params
@@ -20,6 +23,12 @@ def found(subject, *overrides):
     findings = examine(compose_params(overrides), all_targets=False)
     [finding] = [one for one in findings if one.subject == subject]
     return finding
+
+
+def found_first(subject, *overrides):
+    """Return a finding without the checks behind it."""
+    findings = examine(compose_params(overrides), all_targets=False)
+    return next(one for one in findings if one.subject == subject)
 
 
 @pytest.fixture(scope="module")
@@ -91,6 +100,42 @@ def test_target_of_the_reference_is_never_skipped(checkout):
     assert main([flags]) == 1
     gpu = ["target=[cpu_torch,cuda_torch,thor_tensorrt]", "target.cuda_torch.gpu.name=imaginary"]
     assert found("target cuda_torch", *gpu).state is State.needed
+
+
+def import_as_tensorrt(source, folder, monkeypatch):
+    """Let this process and those that it starts find a module as `tensorrt`."""
+    (folder / "tensorrt.py").write_text(source)
+    monkeypatch.syspath_prepend(folder)
+    monkeypatch.setenv("PYTHONPATH", f"{folder}{os.pathsep}{REPOSITORY}")
+
+
+FAULTS = {
+    "cannot open shared object file": "import ctypes\nctypes.CDLL('libnvinfer.so.imaginary')\n",
+    "it said nothing (its process ended with -11)": "import os, signal\nos.kill(os.getpid(), signal.SIGSEGV)\n",
+}
+
+
+@pytest.mark.parametrize("problem", FAULTS)
+def test_tensorrt_that_does_not_work_here_is_told_with_what_it_said(checkout, monkeypatch, problem):
+    import_as_tensorrt(FAULTS[problem], checkout, monkeypatch)
+    builder = found_first("TensorRT's builder")
+    assert builder.state is State.missing and problem in builder.text
+    assert "NVIDIA GPU" in builder.mend and "pip install -e '.[gpu]'" in builder.mend
+
+
+def test_tensorrt_that_never_answers_is_needed_by_a_run_on_its_target(checkout, monkeypatch):
+    import_as_tensorrt("import time\ntime.sleep(60)\n", checkout, monkeypatch)
+    monkeypatch.setattr(doctor, "_BUILDER_TIMEOUT_S", 1)
+    builder = found_first("TensorRT's builder", "target=[cpu_torch,cuda_torch,thor_tensorrt]")
+    assert (builder.state, builder.text) == (State.needed, "no answer in 1 s")
+
+
+def test_tensorrt_that_is_not_installed_is_told(checkout):
+    if importlib.util.find_spec("tensorrt") is not None:
+        pytest.skip("TensorRT is installed here")
+    builder = found_first("TensorRT's builder")
+    assert (builder.state, builder.text) == (State.missing, "TensorRT is not installed")
+    assert builder.mend.startswith("pip install -e '.[gpu]'")
 
 
 def test_silent_servers_are_told_without_their_passwords(checkout, monkeypatch):

@@ -267,18 +267,6 @@ def test_eleven_needs_no_flag_for_strong_types(workshop: Workshop) -> None:
         assert "strong" not in " ".join(command(target, replace(BUILD, version="11.4.0.106"))).lower()
 
 
-@pytest.mark.parametrize("changes", [{}, {"dla_core": 0, "tf32": True, "sparse_weights": False}])
-def test_polygraphy_takes_its_command(workshop: Workshop, changes: dict[str, Any]) -> None:
-    target = workshop.target("h200_tensorrt", max_batch=1, precision="f16")
-    target = replace(target, tensorrt=options_of(target, **changes))
-    command = polygraphy_command(target, BUILD)
-    tool, parser = Convert(), argparse.ArgumentParser()
-    tool.setup_parser(parser.add_subparsers())
-    found = parser.parse_args(command[1:])
-    assert found.strongly_typed and found.builder_optimization_level == 3
-    assert bool(found.use_dla) == ("dla_core" in changes)
-
-
 TOOL = """#!/usr/bin/env bash
 echo "${0##*/}|$(IFS='|'; echo "$*")" >> said.txt
 if [[ "${0##*/} $1" == "nsys stats" ]]; then

@@ -1,7 +1,7 @@
 """Write the commands of NVIDIA's tools for a plan: build it again, time and profile it, compare its logits.
 
-The options are those of trtexec 10 and 11, Nsight Systems and Nsight Compute since 2023, and Polygraphy 0.53. Only
-those of Polygraphy were tried; the others were not run on real hardware.
+The options are those of trtexec 10.12 to 11.1, Nsight Systems since 2023, Nsight Compute since 2024 and Polygraphy
+0.53. What was held against the tools themselves stands in docs/architecture.md; nothing was run on real hardware.
 """
 
 import shlex
@@ -17,6 +17,7 @@ from tasks.parts.engines.manifest import GRAPH_FILE
 from tasks.parts.engines.runtimes import Precision
 from tasks.parts.engines.target import Target
 from tasks.parts.engines.tensorrt_options import (
+    GONE_IN_ELEVEN,
     BatchProfile,
     HardwareCompatibility,
     TacticSource,
@@ -75,8 +76,8 @@ class Build:
     """Whether the graph holds Q/DQ pairs."""
 
     @property
-    def is_typed_by_flag(self) -> bool:
-        """Whether strong typing needs a flag; from 11 on all networks are strongly typed."""
+    def is_of_ten(self) -> bool:
+        """Whether strong types, a separate profile run and CUDA graphs need a flag; with 11 they are the default."""
         return int(self.version.partition(".")[0]) < 11
 
 
@@ -123,10 +124,11 @@ def trtexec_command(target: Target, build: Build) -> list[str]:
             for kind, shape in _shapes(profile, build.input_shape)
         ]
     # trtexec modifies its default sources, whereas the builder's bits replace them.
-    signs = [f"{'+' if source in options.tactic_sources else '-'}{source.upper()}" for source in TacticSource]
+    known = [source for source in TacticSource if build.is_of_ten or source not in GONE_IN_ELEVEN]
+    signs = [f"{'+' if source in options.tactic_sources else '-'}{source.upper()}" for source in known]
     cache = timing_cache_file(options, build.gpu, build.version)
     optional = {
-        "--stronglyTyped": build.is_typed_by_flag,
+        "--stronglyTyped": build.is_of_ten,
         "--noTF32": not options.tf32,
         "--sparsity=enable": options.sparse_weights,
         "--versionCompatible": options.version_compatible,
@@ -166,7 +168,7 @@ def polygraphy_command(target: Target, build: Build) -> list[str]:
     if cache is not None:
         command += ["--load-timing-cache", str(cache)]
     optional = {
-        "--strongly-typed": build.is_typed_by_flag,
+        "--strongly-typed": build.is_of_ten,
         "--tf32": options.tf32,
         "--sparse-weights": options.sparse_weights,
         "--version-compatible": options.version_compatible,
@@ -179,8 +181,9 @@ def polygraphy_command(target: Target, build: Build) -> list[str]:
 
 def timing_commands(target: Target, build: Build) -> list[list[str]]:
     """Return the trtexec commands that time the plan: inferences one by one with their layers, then two at a time."""
-    graphs = ["--useCudaGraph"] if _options(target).cuda_graph else []
-    layers = ["--separateProfileRun", "--dumpProfile", "--exportProfile=layer_times.json"]
+    graphs = _graph_flags(build, is_wanted=_options(target).cuda_graph)
+    layers = ["--separateProfileRun"] if build.is_of_ten else []
+    layers += ["--dumpProfile", "--exportProfile=layer_times.json"]
     return [
         [
             *_load_command(target, build),
@@ -196,14 +199,16 @@ def timing_commands(target: Target, build: Build) -> list[list[str]]:
 def timeline_command(target: Target, build: Build) -> list[str]:
     """Return the Nsight Systems command; with a CUDA graph the layers would have no ranges, so it runs without."""
     nsys = ["nsys", "profile", "--trace=cuda,nvtx,osrt", "--force-overwrite=true", "--output=timeline"]
-    return [*nsys, *_load_command(target, build), "--warmUp=0", "--duration=0", "--iterations=50"]
+    graphs = _graph_flags(build, is_wanted=False)
+    return [*nsys, *_load_command(target, build), *graphs, "--warmUp=0", "--duration=0", "--iterations=50"]
 
 
 def kernels_command(target: Target, build: Build) -> list[str]:
     """Return the Nsight Compute command for the kernels that the variable `kernels` names, separated by bars."""
     ncu = ["ncu", "--set", "full", "--kernel-name", "regex:^($kernels)$", "--launch-count", "12"]
     ncu += ["--force-overwrite", "--export", "kernels"]
-    return [*ncu, *_load_command(target, build), "--warmUp=0", "--duration=0", "--iterations=1"]
+    graphs = _graph_flags(build, is_wanted=False)
+    return [*ncu, *_load_command(target, build), *graphs, "--warmUp=0", "--duration=0", "--iterations=1"]
 
 
 def comparing_commands(target: Target, build: Build) -> list[list[str]]:
@@ -235,6 +240,13 @@ def _load_command(target: Target, build: Build) -> list[str]:
     if options.dla_core is not None:
         command.append(f"--useDLACore={options.dla_core}")
     return command
+
+
+def _graph_flags(build: Build, *, is_wanted: bool) -> list[str]:
+    """Return how trtexec is told to launch a captured CUDA graph, or not to; its default changed with 11."""
+    if build.is_of_ten:
+        return ["--useCudaGraph"] if is_wanted else []
+    return [] if is_wanted else ["--noCudaGraph"]
 
 
 def _is_dynamic(target: Target) -> bool:

@@ -33,13 +33,17 @@ class ProfilingVerbosity(StrEnum):
 
 
 class TacticSource(StrEnum):
-    """Libraries that kernels may come from. The first three exist only in TensorRT 10."""
+    """Libraries that kernels may come from."""
 
     cublas = "cublas"
     cublas_lt = "cublas_lt"
     cudnn = "cudnn"
     edge_mask_convolutions = "edge_mask_convolutions"
     jit_convolutions = "jit_convolutions"
+
+
+GONE_IN_ELEVEN = (TacticSource.cublas, TacticSource.cublas_lt, TacticSource.cudnn)
+"""TensorRT 11 has the others only."""
 
 
 @dataclass(frozen=True)

@@ -3,8 +3,8 @@
 deepstream/config_infer.txt   the group `property` of its configuration; paths in it are relative to this file
 deepstream/labels.txt         the classes, one a line
 
-Keys are those of NVIDIA's page on Gst-nvinfer. It gives an engine float32 [N, C, H, W] and reads float32 logits, so
-only plans that read normalised images and give logits fit.
+Keys are those that the parser of Gst-nvinfer 9.0 and 9.1 reads. It gives an engine float32 [N, C, H, W] and reads
+float32 logits, so only plans that read normalised images and give logits fit.
 """
 
 from pathlib import Path

@@ -35,7 +35,7 @@ DOCUMENTED = {
     "segmentation-threshold",
     "output-tensor-meta",
 }
-"""Keys of the group `property` in NVIDIA's page on Gst-nvinfer that are used."""
+"""Keys of the group `property` that are used; read in gstnvinfer_property_parser.h of DeepStream 9.0 and 9.1."""
 
 
 def fitting(workshop: Workshop) -> EngineManifest:
