@@ -68,7 +68,8 @@ SPECS = {name: CORPUS[name] for name in NETWORKS if name in CORPUS} | {
 }
 STAGES = ("prepare_data", "import_onnx", "label_images", "quantize_ptq")
 STAGE_S = BUILD_S = 1800.0
-_NUM_SCALING = 8
+_NUM_SCALING, NUM_IMAGES = 8, 16
+"""Images whose statistics scale the layers, and images of the calibrations."""
 
 Row = dict[str, Any]
 
@@ -107,11 +108,13 @@ def measure(name: str, workspace: Path, builder: Path) -> Row:
     images_NCHW = read_images(workspace, "train", spec.side)
     try:
         file = network_file(name, workspace) if name in CORPUS else write_vit(workspace, images_NCHW)
-        calls = stage_calls(overrides_of(file, spec, workspace), workspace)
+        fewer = f"quantize_ptq.num_images={NUM_IMAGES}"
+        calls = stage_calls([*overrides_of(file, spec, workspace), fewer], workspace)
         for address in STAGES:
             run_stage(address, stage_command(address, calls[address]), workspace, timeout_s=STAGE_S)
         write_graph(graph_for_target(workspace), folder / f"{OURS}.onnx")
-        write_with(PEER, str(file), images_NCHW, folder / f"{THEIRS}.onnx", workspace / "environments")
+        given_NCHW = images_NCHW[:NUM_IMAGES]
+        write_with(PEER, str(file), given_NCHW, folder / f"{THEIRS}.onnx", workspace / "environments")
     except (NotFinished, NotWritten) as error:
         raise SystemExit(f"{name}: {error}") from error
     command = [sys.executable, "-m", "benchmarks.tensorrt_peers", "--build", "--workspace", str(workspace)]
