@@ -1,5 +1,6 @@
 """Tests that run where NVIDIA's builder is on the path as `tensorrt`: see tests/tasks/test_tensorrt_builder.py."""
 
+import functools
 import os
 import re
 import subprocess
@@ -273,6 +274,11 @@ def set_workspace(config: Any) -> None:
     config.set_memory_pool_limit(trt.MemoryPoolType.WORKSPACE, 64 * 2**20)
 
 
+@functools.cache
+def usual_words(variant: str, folder: Path) -> Counter[bytes]:
+    return Counter(SAID.findall(plan_for_rtx(variant, folder)))
+
+
 def plan_for_rtx(variant: str, folder: Path, change: Callable[[Any], None] = lambda config: None) -> bytes:
     """Build a plan as `build_plan` does, with a change of its configuration."""
     source, target = read(variant, declared(RTX[0]), folder)
@@ -302,10 +308,8 @@ def test_options_that_a_target_for_rtx_may_not_set_change_no_plan(
     variant: str, change: Callable[[Any], None], has_effect: bool, tmp_path: Path
 ) -> None:
     """Bytes differ between builds in any case. A plan says in text which kernels it has, by a hash of their code."""
-    usual, changed = (
-        Counter(SAID.findall(plan))
-        for plan in (plan_for_rtx(variant, tmp_path), plan_for_rtx(variant, tmp_path, change))
-    )
+    usual = usual_words(variant, ROOT)
+    changed = Counter(SAID.findall(plan_for_rtx(variant, tmp_path, change)))
     assert sum(usual.values()) > 20
     assert (usual != changed) == has_effect
 
