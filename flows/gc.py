@@ -10,6 +10,7 @@ no longer here, are removed once they are a day old. With ``--dry`` nothing is r
 
 import argparse
 import json
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -31,7 +32,7 @@ from tasks.core.reports import KEY_FILE, read_key
 from tasks.core.store import cache_folder, object_file, remove_incomplete
 from tasks.core.tracking.config import read_tracking_config
 from tasks.core.tracking.lookup import find_picked_engines
-from tasks.parts.engines.frame_engine.jit import SUFFIX
+from tasks.parts.engines.frame_engine.jit import DRAFT, SUFFIX
 from tasks.parts.engines.manifest import MANIFEST_FILE
 from tasks.parts.engines.tensorrt_options import RUNTIME_CACHE
 
@@ -188,6 +189,9 @@ def remove_old_kernels() -> None:
         is_current = file.stem.rpartition("-")[2] in plans
         if not is_current and time.time() - file.stat().st_mtime > LEFTOVER_AGE_S:
             file.unlink()
+    for draft in RUNTIME_CACHE.glob(f"{DRAFT}*"):  # of processes that were killed
+        if time.time() - draft.stat().st_mtime > LEFTOVER_AGE_S:
+            shutil.rmtree(draft)
 
 
 def main(arguments: Sequence[str]) -> int:

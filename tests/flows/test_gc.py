@@ -16,7 +16,7 @@ from tasks.core.execute import LEFTOVER_AGE_S
 from tasks.core.tracking.config import TrackingConfig
 from tasks.core.tracking.log import log_pipeline
 from tasks.core.tracking.records import RunRecord
-from tasks.parts.engines.frame_engine.jit import kernels_file, write_kernels
+from tasks.parts.engines.frame_engine.jit import DRAFT, kernels_file, write_kernels
 from tasks.parts.engines.tensorrt_options import RUNTIME_CACHE
 from tests.conftest import Workspace
 
@@ -148,5 +148,9 @@ def test_kernels_of_plans_that_are_gone_are_removed_after_a_day(
         )
         write_kernels(files[name], b"kernels")
         os.utime(files[name], (age, age))
+    (draft := RUNTIME_CACHE / f"{DRAFT}killed").mkdir()
+    (draft / "half").touch()
+    os.utime(draft, (day_ago, day_ago))
     remove_old_kernels()
+    assert not draft.exists()
     assert [name for name, file in files.items() if file.is_file()] == ["used", "new"]

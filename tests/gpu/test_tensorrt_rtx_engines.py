@@ -76,6 +76,8 @@ def test_batches_in_any_order_give_the_logits_of_single_images(
         for num_images in (4, 1, 3, 4, 4, 4):  # the third run of a size in a row is the first of a graph
             found = runner.infer(images_NCHW[:num_images])
             np.testing.assert_allclose(found, expected[:num_images], rtol=1e-2, atol=1e-2)
+        assert runner.profile(images_NCHW[:1], 5)[0].milliseconds > 0  # not of a graph, which tells nothing
+        np.testing.assert_allclose(runner.infer(images_NCHW[:1]), expected[:1], rtol=1e-2, atol=1e-2)
 
 
 def kept() -> Path:

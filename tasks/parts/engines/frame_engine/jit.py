@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 SUFFIX = ".kernels"
+DRAFT = ".draft-"
 
 
 def kernels_file(folder: Path, *, gpu: str, capability: str, version: str, driver: int, sha256: str) -> Path:
@@ -49,7 +50,7 @@ def write_kernels(file: Path, content: bytes) -> None:
     """Write a file at once, so that no process reads half of it; where that cannot be, only tell it."""
     try:
         file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(prefix=".draft-", dir=file.parent) as folder:
+        with tempfile.TemporaryDirectory(prefix=DRAFT, dir=file.parent) as folder:
             draft = Path(folder, file.name)
             draft.write_bytes(content)
             draft.replace(file)

@@ -5,8 +5,8 @@ flavour that was chosen (tensorrt_flavour.py), so check the target first.
 """
 
 from collections import defaultdict
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
@@ -225,10 +225,7 @@ class TensorrtRunner:
                     f"Target {target.name}: no memory for {target.max_batch} images and their logits ({error}). End "
                     f"other processes on the GPU, or lower target.{target.name}.max_batch and build again."
                 ) from error
-            is_set = self._context.set_tensor_address(self._input, int(self._device_images))
-            require(is_set, f"the memory of {self._input}", target)
-            is_set = self._context.set_output_allocator(self._output, self._device_logits)
-            require(is_set, f"the allocator of {self._output}", target)
+            self._bind(self._context)
             self._stack = stack.pop_all()
         return self
 
@@ -242,6 +239,27 @@ class TensorrtRunner:
             self._tensor_context = None
             del self._context, self._jit, self._engine, self._device_images, self._device_logits
             del self._images_NCHW, self._logits_NCHW, self._stream
+
+    def _bind(self, context: "trt.IExecutionContext") -> None:
+        """Let a context read and write the memory of this runner."""
+        target = self.manifest.target
+        is_set = context.set_tensor_address(self._input, int(self._device_images))
+        require(is_set, f"the memory of {self._input}", target)
+        is_set = context.set_output_allocator(self._output, self._device_logits)
+        require(is_set, f"the allocator of {self._output}", target)
+
+    @contextmanager
+    def _without_graph(self) -> Iterator[None]:
+        """Launch kernels one by one meanwhile: in a graph, TensorRT calls neither profiler nor listener."""
+        self._forget_graph()
+        usual = self._context
+        if self._jit is not None:
+            self._context = self._jit.open(cuda_graph=False)
+            self._bind(self._context)
+        try:
+            yield
+        finally:
+            self._context = usual
 
     def infer(self, images_NCHW: FloatArray) -> FloatArray:
         check_batch(images_NCHW, self.manifest)
@@ -298,14 +316,14 @@ class TensorrtRunner:
         check_batch(images_NCHW, self.manifest)
         num_images, listener = len(images_NCHW), DebugTensors(_copy_from_device)
         self._images_NCHW[:num_images] = images_NCHW
-        self._forget_graph()
-        self._set_shape(self._context, num_images, self._stream.handle)
-        is_set = self._context.set_debug_listener(listener)
-        require(is_set, "a debug listener", self.manifest.target)
-        self._context.unfused_tensors_debug_state = True
-        self._enqueue(num_images)
-        self._stream.synchronize()
-        self._context.unfused_tensors_debug_state = False
+        with self._without_graph():
+            self._set_shape(self._context, num_images, self._stream.handle)
+            is_set = self._context.set_debug_listener(listener)
+            require(is_set, "a debug listener", self.manifest.target)
+            self._context.unfused_tensors_debug_state = True
+            self._enqueue(num_images)
+            self._stream.synchronize()
+            self._context.unfused_tensors_debug_state = False
         return {**listener.tensors, self._output: self._logits_NCHW[:num_images].copy()}
 
     def describe(self) -> RunnerDescription:
@@ -330,13 +348,13 @@ class TensorrtRunner:
         num_images, times = len(images_NCHW), LayerTimes()
         kinds = {layer.name: layer.kind for layer in read_layers(inspect(self._engine, self.manifest.target))}
         self._images_NCHW[:num_images] = images_NCHW
-        self._forget_graph()
-        self._set_shape(self._context, num_images, self._stream.handle)
-        self._context.profiler = times
-        for _ in range(num_iterations):
-            self._enqueue(num_images)
-            self._stream.synchronize()
-        self._context.profiler = None
+        with self._without_graph():
+            self._set_shape(self._context, num_images, self._stream.handle)
+            self._context.profiler = times
+            for _ in range(num_iterations):
+                self._enqueue(num_images)
+                self._stream.synchronize()
+            self._context.profiler = None
         layer_times = [
             OperatorTime(name, kinds.get(name, ""), typical_time(values, num_iterations))
             for name, values in times.milliseconds.items()
