@@ -1,4 +1,4 @@
-"""NVIDIA's parser and builder without a GPU: TensorRT for RTX, installed apart under the name `tensorrt`.
+"""NVIDIA's parser and builder without a GPU: TensorRT for RTX, installed apart, also under the name `tensorrt`.
 
 It is proprietary: tests and benchmarks fetch it, with the hashes in tensorrt_rtx.txt, and never keep it.
 """
@@ -8,10 +8,16 @@ import sys
 from pathlib import Path
 
 REQUIREMENTS = Path(__file__).with_suffix(".txt")
+_PACKAGE = """from tensorrt_rtx_bindings import *
+from tensorrt_rtx_bindings import __version__
+"""
+"""What NVIDIA's package tensorrt_rtx_cu13, which has no wheel, holds for `tensorrt_rtx`."""
 
 
 def installed_builder(folder: Path) -> Path:
-    """Return a folder for PYTHONPATH whose `tensorrt` is TensorRT for RTX, installed unless it is there.
+    """Return a folder for PYTHONPATH whose `tensorrt` and `tensorrt_rtx` are TensorRT for RTX.
+
+    It is installed unless it is there.
 
     Raises OSError with pip's reason where it cannot be had.
     """
@@ -24,7 +30,9 @@ def installed_builder(folder: Path) -> Path:
         if done.returncode:
             reason = done.stderr.strip().splitlines()[-1]
             raise OSError(f"{REQUIREMENTS.name} cannot be installed: {reason}")
-        (folder / "tensorrt_rtx_bindings").rename(folder / "tensorrt")
+        for name in ("tensorrt_rtx", "tensorrt"):
+            (folder / name).mkdir(exist_ok=True)
+            (folder / name / "__init__.py").write_text(_PACKAGE, encoding="utf-8")
     return folder
 
 

@@ -35,6 +35,7 @@ _PACKAGES = dict.fromkeys([*(name for runtime in Runtime for name in runtime.tra
 _HOW_TO_INSTALL = {
     "onnxruntime-gpu": "pip install onnxruntime-gpu in place of onnxruntime, on a machine with a GPU.",
     "tensorrt": "pip install -e '.[gpu]' on a machine with a GPU.",
+    "tensorrt_rtx_cu13": "pip install -e '.[rtx]' on a machine with an RTX GPU.",
     "pycuda": "pip install -e '.[gpu]' on a machine with a GPU.",
 }
 _NEEDED_GB = 3

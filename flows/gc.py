@@ -4,12 +4,13 @@
 that today's params.yaml leaves out) nor a picked engine needs.
 An engine is picked if an alias of a registered model in MLflow points to it. MLflow keeps the engine's files; the
 cache keeps everything that ``flows.reproduce`` needs to build it again without training, found through DVC's run
-cache. Records of Prefect and leftovers of killed stages are removed once they are a day old. With ``--dry`` nothing
-is removed, and DVC lists what would be.
+cache. Records of Prefect, leftovers of killed stages, and kernels that TensorRT for RTX compiled for plans that are
+no longer here, are removed once they are a day old. With ``--dry`` nothing is removed, and DVC lists what would be.
 """
 
 import argparse
 import json
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -31,6 +32,9 @@ from tasks.core.reports import KEY_FILE, read_key
 from tasks.core.store import cache_folder, object_file, remove_incomplete
 from tasks.core.tracking.config import read_tracking_config
 from tasks.core.tracking.lookup import find_picked_engines
+from tasks.parts.engines.frame_engine.jit import DRAFT, SUFFIX
+from tasks.parts.engines.manifest import MANIFEST_FILE
+from tasks.parts.engines.tensorrt_options import RUNTIME_CACHE
 
 
 class CollectionFailed(EnginewrightError):
@@ -177,6 +181,19 @@ def remove_old_results() -> None:
             file.unlink()
 
 
+def remove_old_kernels() -> None:
+    """Remove kernels of TensorRT for RTX that are a day old and belong to no plan of this checkout."""
+    manifests = (ARTIFACTS / "build_engine").rglob(MANIFEST_FILE)
+    plans = {json.loads(file.read_text(encoding="utf-8")).get("sha256") for file in manifests}
+    for file in RUNTIME_CACHE.glob(f"*{SUFFIX}"):
+        is_current = file.stem.rpartition("-")[2] in plans
+        if not is_current and time.time() - file.stat().st_mtime > LEFTOVER_AGE_S:
+            file.unlink()
+    for draft in RUNTIME_CACHE.glob(f"{DRAFT}*"):  # of processes that were killed
+        if time.time() - draft.stat().st_mtime > LEFTOVER_AGE_S:
+            shutil.rmtree(draft)
+
+
 def main(arguments: Sequence[str]) -> int:
     """Clean up and return the exit code."""
     parser = argparse.ArgumentParser(
@@ -194,6 +211,7 @@ def main(arguments: Sequence[str]) -> int:
                 remove_incomplete()
                 remove_leftovers()
                 remove_old_results()
+                remove_old_kernels()
     except EnginewrightError as error:
         print(f"{type(error).__name__}: {error}", file=sys.stderr)
         return 1

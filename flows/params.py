@@ -29,7 +29,7 @@ from tasks.core.config import PARAMS_FILE, find_section, typed_config
 from tasks.core.errors import ConfigError, EnginewrightError
 from tasks.core.execute import load_stage
 from tasks.core.tracking.config import mask_credentials
-from tasks.parts.engines.runtimes import CHECKPOINT_RUNTIMES
+from tasks.parts.engines.runtimes import CHECKPOINT_RUNTIMES, Runtime
 from tasks.parts.quantization.left_out import Search
 
 CONF = Path(__file__).resolve().parents[1] / "conf"
@@ -371,9 +371,13 @@ def _check_operators(libraries: list[dict[str, Any]], targets: dict[str, Any]) -
             domain for library in options["custom_operators"] for domain in library["domains"]
         }
         if missing:
+            has_plugins = options["runtime"] != Runtime.tensorrt_rtx
+            declare = (
+                f"Declare one for {options['runtime']}, or " if has_plugins else "That runtime takes none: "
+            )
             raise ConfigError(
                 f"target.{name}.custom_operators has no library for {', '.join(sorted(missing))}, which the model "
-                f"needs (model.custom_operators). Declare one for {options['runtime']}, or remove {name} from target."
+                f"needs (model.custom_operators). {declare}remove {name} from target."
             )
 
 

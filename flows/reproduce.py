@@ -186,11 +186,14 @@ def _verdict(engine: TrackedEngine, rebuilt_sha256: str, folder: Path) -> tuple[
             "different bytes: the build's inputs are not those that were logged (data, parameters or code)",
             False,
         )
-    if manifest.target.compiler is Runtime.tensorrt:
-        return (
-            f"different bytes, {rebuilt_sha256}: TensorRT chooses kernels by timing, so no two plans are equal",
-            True,
+    if manifest.target.tensorrt is not None:
+        is_rtx = manifest.target.compiler is Runtime.tensorrt_rtx
+        why = (
+            "TensorRT for RTX writes other bytes each time"
+            if is_rtx
+            else "TensorRT chooses kernels by timing"
         )
+        return f"different bytes, {rebuilt_sha256}: {why}, so no two plans are equal", True
     why = (
         "the packages come from another lock file"
         if _is_other_lock(folder)

@@ -29,7 +29,11 @@ def build_engine(cfg: Config, *, model: Path, images: Path, out: Path) -> Report
 
 
 def measures(cfg: Config) -> bool:
-    """Return whether nothing else may be measured on this machine meanwhile: builders for GPUs time kernels."""
+    """Return whether nothing else may be measured on this machine meanwhile: builders for GPUs time kernels.
+
+    That of TensorRT for RTX times none, but its engine is proved here, which compiles kernels on the CPU and runs
+    them: it would disturb what is measured, for some seconds.
+    """
     return cfg.gpu is not None
 
 

@@ -29,6 +29,10 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+_PLAN = (
+    "A separate plan is built whose debug tensors are those that remain after fusion, so that all fusions stay. "
+    "marked_agreement_db is the SQNR between it and the engine file. Not run on real hardware."
+)
 _MARKING = {
     "onnxruntime": (
         "Compared tensors are marked as outputs, so the runtime cannot fuse across them and float layers run "
@@ -41,10 +45,8 @@ _MARKING = {
         "outputs. The compiler cannot fuse across them; in Q/DQ regions only dequantised tensors are marked, "
         "so that int8 stays. marked_agreement_db is the SQNR between this compilation and the engine file."
     ),
-    "tensorrt": (
-        "A separate plan is built whose debug tensors are those that remain after fusion, so that all fusions "
-        "stay. marked_agreement_db is the SQNR between it and the engine file. Not run on real hardware."
-    ),
+    "tensorrt": _PLAN,
+    "tensorrt_rtx": _PLAN,
     "torch": (
         "Eager PyTorch fuses nothing; hooks read the output of each leaf module, and of a convolution after its "
         "BatchNorm if the graph has that folded."

@@ -1,8 +1,12 @@
 """Tests that run where NVIDIA's builder is on the path as `tensorrt`: see tests/tasks/test_tensorrt_builder.py."""
 
+import functools
 import os
+import re
 import subprocess
 import sys
+from collections import Counter
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,12 +23,17 @@ from tasks.parts.builders.contract import GraphSource, read_source
 from tasks.parts.builders.graph_rewrites import round_rest
 from tasks.parts.builders.tensorrt_commands import describe_build, polygraphy_command
 from tasks.parts.builders.tensorrt_network import check_types, count_products
-from tasks.parts.builders.tensorrt_plan import build_plan, parse_graph
+from tasks.parts.builders.tensorrt_plan import add_profiles, build_plan, configure, parse_graph
 from tasks.parts.engines.runtimes import Precision
 from tasks.parts.engines.target import Target
 from tasks.parts.engines.tensorrt.log import LOG
 from tasks.parts.engines.tensorrt.plugins import load_plugins
-from tasks.parts.engines.tensorrt_options import BatchProfile, HardwareCompatibility, TacticSource
+from tasks.parts.engines.tensorrt_options import (
+    RTX_CAPABILITIES,
+    BatchProfile,
+    HardwareCompatibility,
+    TacticSource,
+)
 from tasks.parts.onnx_graphs.graph import write_graph
 from tasks.parts.onnx_graphs.half_precision import to_half
 from tasks.parts.onnx_graphs.macs import LAYER_TYPES
@@ -36,7 +45,10 @@ TARGETS = (
     "h200_tensorrt_static",
     "rtx4090_tensorrt",
     "orin_tensorrt11",
+    "rtx4090_tensorrt_rtx",
+    "rtx5090_tensorrt_rtx",
 )
+RTX = TARGETS[-2:]
 
 
 def declared(name: str) -> Target:
@@ -205,3 +217,154 @@ def test_zero_points_which_our_graphs_avoid_are_refused(tmp_path: Path) -> None:
     assert target.gpu is not None
     with pytest.raises(BuildFailed, match="zero point"):
         build_plan(source.graph, target, target.gpu)
+
+
+def configured(target: Target) -> "trt.IBuilderConfig":
+    config = trt.Builder(LOG).create_builder_config()
+    configure(config, target, major=1)
+    return config
+
+
+def test_plan_for_rtx_is_aimed_at_the_declared_gpu() -> None:
+    for name, capability in zip(RTX, ("SM89", "SM120"), strict=True):
+        config = configured(declared(name))
+        assert config.num_compute_capabilities == 1
+        assert config.get_compute_capability(0) == trt.ComputeCapability.__members__[capability]
+
+
+def test_plan_for_rtx_that_is_to_run_since_ampere_is_aimed_at_none() -> None:
+    target = declared(RTX[0])
+    assert target.tensorrt is not None
+    options = replace(target.tensorrt, hardware_compatibility=HardwareCompatibility.ampere_plus)
+    config = configured(replace(target, tensorrt=options))
+    default = trt.Builder(LOG).create_builder_config()
+    assert config.num_compute_capabilities == default.num_compute_capabilities
+
+
+def test_compute_capabilities_of_targets_are_those_of_the_builder() -> None:
+    known = {f"SM{one.replace('.', '')}" for one in RTX_CAPABILITIES}
+    assert known == set(trt.ComputeCapability.__members__) - {"NONE", "CURRENT"}
+
+
+SAID = re.compile(rb"\bfqn=\w+|\bmemory_budget = \d+|\bcorrltn=\{ name=\S+")
+"""Functions with the hash of their code, bytes that kernels may take, and convolutions."""
+
+
+def set_level(config: Any) -> None:
+    config.builder_optimization_level = 5
+
+
+def set_tactics(config: Any) -> None:
+    assert config.set_tactic_sources(1 << int(trt.TacticSource.JIT_CONVOLUTIONS))
+
+
+def set_sparse(config: Any) -> None:
+    config.set_flag(trt.BuilderFlag.SPARSE_WEIGHTS)
+
+
+def set_streams(config: Any) -> None:
+    config.max_aux_streams = 4
+
+
+def set_hardware(config: Any) -> None:
+    config.hardware_compatibility_level = trt.HardwareCompatibilityLevel.AMPERE_PLUS
+
+
+def set_workspace(config: Any) -> None:
+    config.set_memory_pool_limit(trt.MemoryPoolType.WORKSPACE, 64 * 2**20)
+
+
+@functools.cache
+def usual_words(variant: str, folder: Path) -> Counter[bytes]:
+    return Counter(SAID.findall(plan_for_rtx(variant, folder)))
+
+
+def plan_for_rtx(variant: str, folder: Path, change: Callable[[Any], None] = lambda config: None) -> bytes:
+    """Build a plan as `build_plan` does, with a change of its configuration."""
+    source, target = read(variant, declared(RTX[0]), folder)
+    graph = round_rest(target, source.rewritten(target), source.images_NCHW)
+    builder = trt.Builder(LOG)
+    network, _parser = parse_graph(builder, graph, target)
+    config = builder.create_builder_config()
+    configure(config, target, major=1)
+    add_profiles(config, builder, target, graph)
+    change(config)
+    return bytes(builder.build_serialized_network(network, config))
+
+
+@pytest.mark.parametrize(
+    ("change", "has_effect"),
+    [
+        (set_level, False),
+        (set_tactics, False),
+        (set_sparse, False),
+        (set_streams, False),
+        (set_hardware, False),
+        (set_workspace, True),
+    ],
+)
+@pytest.mark.parametrize("variant", ["float", "quantized"])
+def test_options_that_a_target_for_rtx_may_not_set_change_no_plan(
+    variant: str, change: Callable[[Any], None], has_effect: bool, tmp_path: Path
+) -> None:
+    """Bytes differ between builds in any case. A plan says in text which kernels it has, by a hash of their code."""
+    usual = usual_words(variant, ROOT)
+    changed = Counter(SAID.findall(plan_for_rtx(variant, tmp_path, change)))
+    assert sum(usual.values()) > 20
+    assert (usual != changed) == has_effect
+
+
+def test_convolutions_of_a_plan_for_rtx_read_int8_and_have_no_kernel_yet(tmp_path: Path) -> None:
+    plan = plan_for_rtx("quantized", tmp_path)
+    are_int8 = dict.fromkeys(re.findall(rb'tensor=\{[^}\n]*\}[^\n]*name="([^"]+)"[^\n]*type=int8 \}', plan))
+    convolutions = re.findall(rb'corrltn=\{[^\n]* input=\{"([^"]+)" "([^"]+)"[^\n]*', plan)
+    assert len(convolutions) > 10
+    assert sum(set(read) <= are_int8.keys() for read in convolutions) >= 0.9 * len(convolutions)
+    assert plan.count(b"runtime_tactic=true") >= len(convolutions)
+
+
+def test_plan_for_rtx_may_show_its_inner_tensors(tmp_path: Path) -> None:
+    source, target = read("quantized", declared(RTX[0]), tmp_path)
+    assert target.gpu is not None
+    graph = round_rest(target, source.rewritten(target), source.images_NCHW)
+    assert len(build_plan(graph, target, target.gpu, are_tensors_marked=True)) > 10_000
+
+
+def run_python(*arguments: str) -> "subprocess.CompletedProcess[str]":
+    return subprocess.run([sys.executable, *arguments], capture_output=True, text=True, check=False)
+
+
+def test_command_builds_a_plan_without_the_gpu_and_says_that_it_is_not_proved(tmp_path: Path) -> None:
+    model, images = str(ROOT / "float.onnx"), str(ROOT / "dataset" / "calibration_images.npy")
+    files = ["--model", model, "--images", images, "--out", str(tmp_path / "some.plan")]
+    done = run_python("-m", "flows.build_plan", RTX[1], *files)
+    assert done.returncode == 0, done.stderr
+    assert "for compute capability 12.0. Not proved: nothing has run it." in done.stdout
+    assert (tmp_path / "some.plan").stat().st_size > 10_000
+    done = run_python("-m", "flows.build_plan", RTX[1], *files, f"target.{RTX[1]}.runtime_version='1.6'")
+    assert done.returncode == 1 and "declares tensorrt_rtx 1.6, this machine has 1.7" in done.stderr
+
+
+_FIRST_COMES_FIRST = """
+import sys
+from tasks.core.errors import TargetMismatch
+from tasks.parts.engines.runtimes import Runtime
+from tasks.parts.engines.tensorrt_flavour import choose_tensorrt
+first, second = (Runtime(name) for name in sys.argv[1:])
+choose_tensorrt(first)
+choose_tensorrt(first)
+import tensorrt
+assert tensorrt.__name__ == first, tensorrt.__name__
+try:
+    choose_tensorrt(second)
+except TargetMismatch as error:
+    print(error)
+"""
+
+
+@pytest.mark.parametrize("first", ["tensorrt", "tensorrt_rtx"])
+def test_process_runs_the_flavour_that_comes_first(first: str) -> None:
+    [second] = {"tensorrt", "tensorrt_rtx"} - {first}
+    done = run_python("-c", _FIRST_COMES_FIRST, first, second)
+    assert done.returncode == 0, done.stderr
+    assert f"runs plans of {first} and cannot run those of {second} as well" in done.stdout

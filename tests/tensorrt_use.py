@@ -12,9 +12,11 @@ from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
 
-PACKAGE = "tensorrt"
+_FLAVOURS = ("tensorrt", "tensorrt_rtx")
+_OLDEST_MAJOR = 10
+"""Of TensorRT; TensorRT for RTX has numbers of its own, which are lower."""
 _ARGUMENT = re.compile(r"(\w+): ")
-_RETURNED = re.compile(r"-> (?:tensorrt\.)*(?:nvonnxparser::)?(\w+)")
+_RETURNED = re.compile(r"-> (?:\w+(?:\.|::))*(\w+)")
 _RENAMED = {"IParserError": "ParserError"}
 """Classes that docstrings call by their C++ name."""
 _MAY_BE_NONE = {
@@ -26,6 +28,9 @@ _MAY_BE_NONE = {
     "IBuilderConfig.get_timing_cache",
     "ICudaEngine.create_engine_inspector",
     "ICudaEngine.create_execution_context",
+    "ICudaEngine.create_runtime_config",
+    "IRuntimeCache.serialize",
+    "IRuntimeConfig.create_runtime_cache",
     "Runtime.deserialize_cuda_engine",
 }
 """Methods that return None if they fail: they return a pointer."""
@@ -49,10 +54,16 @@ class Instance:
 
 
 def find_uses_and_faults(source: str, bindings: ModuleType) -> tuple[set[str], list[Fault]]:
-    """Return what is used, as `Class.member`, and what of it the bindings lack."""
+    """Return what is used, as `Class.member`, and what of it the bindings lack.
+
+    Source that imports `tensorrt` runs with both flavours. What it uses of `tensorrt_rtx` is looked at where the
+    bindings are that flavour's.
+    """
     tree = ast.parse(source)
+    is_rtx = int(bindings.__version__.partition(".")[0]) < _OLDEST_MAJOR
+    packages = _FLAVOURS if is_rtx else _FLAVOURS[:1]
     imports = [one for node in ast.walk(tree) if isinstance(node, ast.Import) for one in node.names]
-    reader = _Reader(bindings, {one.asname or one.name for one in imports if one.name == PACKAGE})
+    reader = _Reader(bindings, {one.asname or one.name for one in imports if one.name in packages})
     for _ in range(_MOST_STEPS):
         for node in ast.walk(tree):
             reader.learn(node)

@@ -11,7 +11,6 @@ PAGE = (REPOSITORY / "docs/licences.md").read_text(encoding="utf-8")
 PROJECT = tomllib.loads((REPOSITORY / "pyproject.toml").read_text(encoding="utf-8"))["project"]
 READERS_OF_VIDEOS = {"av", "opencv-python-headless"}
 """Packages of which a bundle imports one if it is there."""
-PACKAGE_OF_RUNTIME = {"torch": "torch", "aotinductor": "torch"}
 
 
 def rows() -> dict[str, tuple[str, str]]:
@@ -48,7 +47,7 @@ def test_each_package_that_is_needed_has_a_row_and_no_other_has() -> None:
         *(names_of(extras[extra]) for extra in extras if extra != "dev"), READERS_OF_VIDEOS
     )
     assert set(rows()) == needed
-    assert {PACKAGE_OF_RUNTIME.get(runtime, str(runtime)) for runtime in Runtime} <= set(rows())
+    assert {runtime.traits.distributions[0] for runtime in Runtime} <= set(rows())
 
 
 def test_rows_say_what_the_installed_packages_declare() -> None:

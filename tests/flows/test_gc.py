@@ -11,9 +11,13 @@ import pytest
 import yaml
 
 from benchmarks.trivial_pipeline import write_workspace
+from flows.gc import remove_old_kernels
+from tasks.core.execute import LEFTOVER_AGE_S
 from tasks.core.tracking.config import TrackingConfig
 from tasks.core.tracking.log import log_pipeline
 from tasks.core.tracking.records import RunRecord
+from tasks.parts.engines.frame_engine.jit import DRAFT, kernels_file, write_kernels
+from tasks.parts.engines.tensorrt_options import RUNTIME_CACHE
 from tests.conftest import Workspace
 
 pytestmark = pytest.mark.slow
@@ -126,3 +130,27 @@ def test_outputs_of_stages_that_params_leave_out_stay(tmp_path: Path) -> None:
     again = space.run("dvc", "checkout", BUILD, other)
     assert again.returncode == 0, again.stderr
     assert (folder / "artifacts/build_engine/v00/t01/engine/model.bin").is_file()
+
+
+def test_kernels_of_plans_that_are_gone_are_removed_after_a_day(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    here, gone = "a" * 64, "b" * 64
+    manifest = OUTPUT / "engine" / "manifest.json"
+    manifest.parent.mkdir(parents=True)
+    manifest.write_text(json.dumps({"sha256": here}))
+    day_ago = time.time() - LEFTOVER_AGE_S - 1
+    files = {}
+    for name, sha256, age in (("used", here, day_ago), ("old", gone, day_ago), ("new", gone, time.time())):
+        files[name] = kernels_file(
+            RUNTIME_CACHE, gpu=name, capability="8.9", version="1.7.1.116", driver=13020, sha256=sha256
+        )
+        write_kernels(files[name], b"kernels")
+        os.utime(files[name], (age, age))
+    (draft := RUNTIME_CACHE / f"{DRAFT}killed").mkdir()
+    (draft / "half").touch()
+    os.utime(draft, (day_ago, day_ago))
+    remove_old_kernels()
+    assert not draft.exists()
+    assert [name for name, file in files.items() if file.is_file()] == ["used", "new"]

@@ -62,6 +62,7 @@ TARGETS = [
     "thor_tensorrt",
 ]
 DLA = "orin_tensorrt11_dla"
+RTX = ("rtx4090_tensorrt_rtx", "rtx5090_tensorrt_rtx")
 CARD = InputCard(("background", "one"), (0.5,) * 3, (0.2,) * 3, 64, 96)
 BUILD = Build("images", (3, 64, 96), Gpu("NVIDIA H200", "9.0"), "10.16.1.11", is_quantized=False)
 CACHE = "artifacts/.timing_cache/nvidia-h200-sm90-trt10.16.1.11.cache"
@@ -164,6 +165,81 @@ def test_plan_that_onnxruntime_could_not_run_is_refused(
     target = workshop.target(PLAN_IN_ONNXRUNTIME)
     with pytest.raises(ConfigError, match=message):
         replace(target, tensorrt=options_of(target, **changes))
+
+
+@pytest.mark.parametrize("name", RTX)
+def test_target_for_rtx_is_valid_and_compiles_with_its_own_flavour(workshop: Workshop, name: str) -> None:
+    target = workshop.target(name)
+    assert (target.name, target.compiler, target.device) == (name, Runtime.tensorrt_rtx, "cuda")
+    assert target.gpu is not None
+    params = compose_params([f"target=[cpu_torch,cuda_torch,{name}]"])
+    assert params["pipeline"]["work_pools"][name] == f"gpu-sm{target.gpu.compute_capability.replace('.', '')}"
+    assert f"pruned_ptq-{name}" in params["engines"] and name in params["explain"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"optimization_level": 5}, r"optimization_level is 5, expected 3 .* times no kernel"),
+        ({"tactic_sources": [TacticSource.jit_convolutions]}, r"tactic_sources is .*, expected \[\] for"),
+        ({"timing_cache": "a"}, r"timing_cache is a, expected null for runtime tensorrt_rtx"),
+        ({"num_builds": 3}, r"num_builds is 3, expected 1 for"),
+        ({"sparse_weights": True}, r"sparse_weights is True, expected false for .* does not read it"),
+        ({"max_aux_streams": 2}, r"max_aux_streams is 2, expected null for"),
+        ({"version_compatible": True}, r"version_compatible is True, expected false for .* the version that"),
+        ({"dla_core": 0}, r"dla_core is 0, expected null for .* no DLA"),
+    ],
+)
+def test_option_that_does_nothing_for_rtx_is_refused(
+    workshop: Workshop, changes: dict[str, Any], message: str
+) -> None:
+    target = workshop.target(RTX[0])
+    with pytest.raises(ConfigError, match=r"tensorrt\." + message):
+        replace(target, tensorrt=options_of(target, **changes))
+
+
+@pytest.mark.parametrize("tensorrt", [{"tf32": True}, {"cuda_graph": False}, {"workspace_mib": 64}])
+def test_option_that_rtx_has_is_taken(workshop: Workshop, tensorrt: dict[str, Any]) -> None:
+    target = workshop.target(RTX[0])
+    replace(target, tensorrt=options_of(target, **tensorrt))
+
+
+def test_gpu_for_which_rtx_builds_nothing_is_refused(workshop: Workshop) -> None:
+    target = workshop.target(RTX[0])
+    everywhere = options_of(target, hardware_compatibility=HardwareCompatibility.ampere_plus)
+    any_gpu = Gpu("any", "any")
+    replace(target, gpu=any_gpu, tensorrt=everywhere)
+    replace(target, gpu=Gpu("NVIDIA GeForce RTX 2080 Ti", "7.5"))
+    for gpu, options in (
+        (Gpu("NVIDIA H200", "9.0"), target.tensorrt),
+        (any_gpu, target.tensorrt),
+        (Gpu("NVIDIA GeForce RTX 2080 Ti", "7.5"), everywhere),
+    ):
+        message = rf"gpu\.compute_capability is {gpu.compute_capability}, expected one of .*8\.6, 8\.9, 12\.0"
+        with pytest.raises(ConfigError, match=message):
+            replace(target, gpu=gpu, tensorrt=options)
+
+
+def test_plugins_for_rtx_are_refused(workshop: Workshop) -> None:
+    plugin = CustomOperators("a.so", "0" * 64, ["test.lab"])
+    with pytest.raises(ConfigError, match=r"custom_operators is .*, expected \[\] for runtime tensorrt_rtx"):
+        replace(workshop.target(RTX[0]), custom_operators=[plugin])
+
+
+def test_versions_of_rtx_are_numbers_of_their_own(workshop: Workshop) -> None:
+    target = workshop.target(RTX[0])
+    check_tensorrt_version(target, "1.7.1.116")
+    with pytest.raises(
+        TargetMismatch, match=r"needs TensorRT for RTX 1\.7 or later, .* 1\.6\.0.*\(extra rtx\)"
+    ):
+        check_tensorrt_version(target, "1.6.0.1")
+
+
+def test_machine_without_the_gpu_is_told_what_it_can_do_for_rtx(workshop: Workshop, tmp_path: Path) -> None:
+    target = workshop.target(RTX[1], gpu=Gpu("NVIDIA Imaginary", "12.0"))
+    with pytest.raises(TargetMismatch, match=r"its work pool.*`python -m flows\.build_plan`.*is not proved"):
+        build_engine(target, model=workshop.graph, images=workshop.images, out=tmp_path)
+    assert not list(tmp_path.iterdir())
 
 
 def test_onnxruntime_runs_plans_of_one_major_only(workshop: Workshop) -> None:

@@ -11,7 +11,6 @@ from onnx import ModelProto, NodeProto, TensorProto, helper, numpy_helper
 from tasks.core.errors import BuildFailed
 from tasks.parts.data.input_card import InputCard, Task
 from tasks.parts.engines.frame_engine.pixels import lead_of_first, scale_and_shift
-from tasks.parts.engines.runtimes import Runtime
 from tasks.parts.engines.target import Gives, Reads, Target
 from tasks.parts.onnx_graphs.graph import drop_unused, infer_shapes, resize_scale
 
@@ -27,7 +26,7 @@ def fit_frames(target: Target, graph: ModelProto, card: InputCard) -> ModelProto
     if target.reads is not Reads.normalised:
         graph = read_frames(graph, card, is_bgr=target.reads is Reads.bgr_frames)
     if target.gives is Gives.classes and card.task is not Task.values:
-        is_cast_twice = target.compiler is Runtime.tensorrt
+        is_cast_twice = target.tensorrt is not None
         if is_cast_twice and len(card.classes) > _MOST_UINT8:
             raise BuildFailed(
                 f"Target {target.name}: TensorRT has no uint16 for {len(card.classes)} classes, expected up to "

@@ -113,7 +113,7 @@ def _encodings_for(target: Target) -> list[Rewrite]:
     if target.pairs_before_activations:
         return [*encodings, Rewrite("gemm_as_matmul", gemm_as_matmul, is_optional=True)]
     placements = [fuse_activations, drop_pairs_between_moves]
-    if target.compiler is Runtime.tensorrt:
+    if target.tensorrt is not None:
         placements += [residual_pairs_alone, vector_products_in_float, equal_steps_at_concat]
     return [*encodings, *(Rewrite(move.__name__, move, is_optional=True) for move in placements)]
 

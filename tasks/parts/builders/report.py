@@ -194,7 +194,7 @@ def new_manifest(
         sha256=sha256_of(file) if file else "",
         size_bytes=file.stat().st_size if file else 0,
         runtime_version=version,
-        tensorrt_version=installed_version(Runtime.tensorrt) if target.tensorrt else "",
+        tensorrt_version=installed_version(target.compiler) if target.tensorrt else "",
         isa=read_isa(),
         gpu=None if target.gpu is None else find_gpus()[0],
         card=card,

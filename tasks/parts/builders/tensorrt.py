@@ -28,6 +28,7 @@ from tasks.parts.engines.target import Reads, Target
 from tasks.parts.engines.tensorrt import runner
 from tasks.parts.engines.tensorrt.inspector import read_layers
 from tasks.parts.engines.tensorrt.tactics import count_units, sum_up_units
+from tasks.parts.engines.tensorrt_flavour import choose_tensorrt
 from tasks.parts.onnx_graphs.graph import write_graph
 
 logger = logging.getLogger(__name__)
@@ -37,8 +38,9 @@ _ROUNDS_OF_BUILDS = 20
 
 def build_file(target: Target, source: GraphSource, engine: Path) -> Built:
     """Build `num_builds` plans and keep the fastest; TensorRT picks kernels by timing them."""
-    version, gpu = installed_version(Runtime.tensorrt), find_gpus()[0]
-    target = replace(target, runtime=Runtime.tensorrt)  # here TensorRT itself runs the plan
+    choose_tensorrt(target.compiler)
+    version, gpu = installed_version(target.compiler), find_gpus()[0]
+    target = replace(target, runtime=target.compiler)  # here TensorRT itself runs the plan
     assert target.tensorrt is not None
     file, plans = engine / runner.ENGINE_FILE, []
     rewritten = source.rewritten(target)
@@ -61,7 +63,8 @@ def build_file(target: Target, source: GraphSource, engine: Path) -> Built:
     units = count_units(layer.kernel for layer in layers)
     told = sum_up_units(units, may_be_sparse=target.tensorrt.sparse_weights)
     logger.info("build_engine: kernels of %d layers: %s", len(layers), told)
-    write_commands(engine, target, describe_build(graph, gpu, version, is_quantized=source.is_quantized))
+    if target.compiler is Runtime.tensorrt:  # trtexec and Polygraphy's defaults are of this flavour
+        write_commands(engine, target, describe_build(graph, gpu, version, is_quantized=source.is_quantized))
     write_graph(graph, engine / GRAPH_FILE)
     return Built(file, count_precisions(layers), encoded, layers, latencies_ms, units)
 

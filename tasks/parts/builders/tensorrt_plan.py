@@ -21,11 +21,13 @@ from rich.console import Console
 from rich.progress import Progress, TaskID
 
 from tasks.core.errors import BuildFailed
+from tasks.parts.builders.tensorrt_capability import aim_at_gpu
 from tasks.parts.builders.tensorrt_dla import check_fallbacks, place_on_dla
 from tasks.parts.builders.tensorrt_network import check_types, count_products, origin_of
 from tasks.parts.custom_operators import check_libraries
 from tasks.parts.engines.gpu import Gpu
 from tasks.parts.engines.manifest import GRAPH_FILE
+from tasks.parts.engines.runtimes import Runtime
 from tasks.parts.engines.target import Target
 from tasks.parts.engines.tensorrt.log import LOG, describe_errors
 from tasks.parts.engines.tensorrt.plugins import load_plugins
@@ -167,7 +169,9 @@ def configure(config: "trt.IBuilderConfig", target: Target, *, major: int) -> No
     config.set_memory_pool_limit(trt.MemoryPoolType.WORKSPACE, options.workspace_mib * _MIB)
     config.builder_optimization_level = options.optimization_level
     config.profiling_verbosity = trt.ProfilingVerbosity.__members__[options.profiling_verbosity.upper()]
-    if options.hardware_compatibility is not HardwareCompatibility.none:  # not every builder has it
+    if target.compiler is Runtime.tensorrt_rtx:
+        aim_at_gpu(config, target)
+    elif options.hardware_compatibility is not HardwareCompatibility.none:
         config.hardware_compatibility_level = trt.HardwareCompatibilityLevel.__members__[
             options.hardware_compatibility.upper()
         ]

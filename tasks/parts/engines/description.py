@@ -66,5 +66,6 @@ def describe_engine(manifest: EngineManifest) -> dict[str, Any]:
 def package_of(manifest: EngineManifest) -> str:
     """Return the PyPI name of the runtime that an engine was measured with."""
     target = manifest.target
-    is_gpu_build = target.runtime is Runtime.onnxruntime and target.device == CUDA
-    return "onnxruntime-gpu" if is_gpu_build else str(target.runtime)
+    if target.runtime is Runtime.onnxruntime and target.device == CUDA:
+        return "onnxruntime-gpu"
+    return target.runtime.traits.distributions[0]

@@ -12,6 +12,7 @@ from tasks.parts.engines.runtimes import CUDA, Runtime
 from tasks.parts.engines.target import ANY, Target
 from tasks.parts.engines.tensorrt_options import (
     OLDEST_TENSORRT,
+    OLDEST_TENSORRT_RTX,
     OLDEST_TENSORRT_WITH_DLA,
     HardwareCompatibility,
     TensorrtOptions,
@@ -26,6 +27,11 @@ ISA_FLAGS = ("avx2", "avx_vnni", "avx512f", "avx512_vnni", "avx512_bf16", "amx_t
 
 _AMPERE = (8, 0)
 """Lowest compute capability that runs engines of hardware_compatibility ampere_plus."""
+
+_PLAN_HERE = (
+    " TensorRT for RTX makes its plan without that GPU, which `python -m flows.build_plan` does here; but only that "
+    "GPU can run the plan, and an engine that did not run is not proved."
+)
 
 
 def read_isa() -> tuple[str, ...]:
@@ -62,15 +68,16 @@ def check_gpu(target: Target) -> None:
     named = " and ".join(f"{trait} {value}" for trait, value in traits.items() if value != ANY)
     wanted = f"an NVIDIA GPU with {named}" if named else "an NVIDIA GPU"
     here = _first_gpu()
+    plan = _PLAN_HERE if target.runtime is Runtime.tensorrt_rtx else ""
     if here is None:
         raise TargetMismatch(
             f"Target {target.name} needs {wanted}; this machine has none, or no driver (libcuda.so.1). Run it on a "
-            "worker of its work pool, or remove it from target."
+            f"worker of its work pool, or remove it from target.{plan}"
         )
     raise TargetMismatch(
         f"Target {target.name} needs {wanted}; the first GPU here is {here.name} with {here.compute_capability}. An "
         "engine is fast, or runs at all, only on the GPU that it was built on. Run it on a worker of its work pool, "
-        f"or declare this GPU (target.{target.name}.gpu)."
+        f"or declare this GPU (target.{target.name}.gpu).{plan}"
     )
 
 
@@ -101,11 +108,14 @@ def check_tensorrt_version(target: Target, installed: str) -> None:
     version = tuple(map(int, installed.split(".")[:3]))
     has_dla = target.tensorrt is not None and target.tensorrt.dla_core is not None
     oldest = OLDEST_TENSORRT_WITH_DLA if has_dla else OLDEST_TENSORRT
+    name, how = "TensorRT", "extra gpu; on a Jetson, with JetPack"
+    if target.runtime is Runtime.tensorrt_rtx:
+        oldest, name, how = OLDEST_TENSORRT_RTX, "TensorRT for RTX", "extra rtx"
     if version < oldest:
         needed = f"{'.'.join(map(str, oldest))} or later{' for a DLA' if has_dla else ''}"
         raise TargetMismatch(
-            f"Target {target.name} needs TensorRT {needed}, this machine has {installed}. Install a later one (extra "
-            "gpu; on a Jetson, with JetPack), or run it on a worker of its work pool."
+            f"Target {target.name} needs {name} {needed}, this machine has {installed}. Install a later one ({how}), "
+            "or run it on a worker of its work pool."
         )
     if target.runtime is Runtime.onnxruntime and version[0] != ONNXRUNTIME_TENSORRT_MAJOR:
         raise TargetMismatch(
@@ -132,7 +142,7 @@ def installed_version(runtime: Runtime) -> str:
         return version
     raise TargetMismatch(
         f"Package {' or '.join(names)} is not installed. Install it (TensorRT comes with the extra gpu: `pip install "
-        "-e '.[gpu]'`), or run this on a worker of the target's work pool."
+        "-e '.[gpu]'`; TensorRT for RTX with the extra rtx), or run this on a worker of the target's work pool."
     )
 
 
@@ -144,7 +154,7 @@ def check_versions(target: Target) -> str:
     installed = installed_version(target.runtime)
     check_runtime_version(target, installed)
     if target.tensorrt is not None:
-        check_tensorrt_version(target, installed_version(Runtime.tensorrt))
+        check_tensorrt_version(target, installed_version(target.compiler))
     return installed
 
 
@@ -187,7 +197,7 @@ def check_machine(manifest: "EngineManifest") -> None:
             f"worker of its work pool."
         )
     if target.tensorrt is not None:
-        _check_plan(manifest, target.tensorrt, installed_version(Runtime.tensorrt))
+        _check_plan(manifest, target.tensorrt, installed_version(target.compiler))
 
 
 def _check_native_code(manifest: "EngineManifest", installed: str) -> None:
@@ -217,11 +227,14 @@ def _check_native_code(manifest: "EngineManifest", installed: str) -> None:
 def _check_plan(manifest: "EngineManifest", options: TensorrtOptions, installed: str) -> None:
     target, built_by = manifest.target, manifest.tensorrt_version
     if installed != built_by and not options.version_compatible:
+        can_be_compatible = target.compiler is Runtime.tensorrt
+        other = (
+            f", or build with target.{target.name}.tensorrt.version_compatible" if can_be_compatible else ""
+        )
         raise TargetMismatch(
             f"Engine {manifest.file} of target {target.name} was built by TensorRT {built_by}, this machine has "
             f"{installed}; a plan loads only in the version that made it. Build it again here (build_engine for "
-            f"target {target.name}), install that version, or build with target.{target.name}.tensorrt"
-            ".version_compatible."
+            f"target {target.name}), install that version{other}."
         )
     here, built_on = _first_gpu(), manifest.gpu
     if here is None or built_on is None or not _runs_on(options.hardware_compatibility, here, built_on):

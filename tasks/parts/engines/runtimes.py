@@ -79,6 +79,17 @@ class Runtime(StrEnum):
             (CUDA,), tuple(Precision), ("tensorrt",), "tensorrt", takes_frames=True, plans="required"
         ),
     )
+    tensorrt_rtx = (
+        "tensorrt_rtx",
+        RuntimeTraits(
+            (CUDA,),
+            tuple(Precision),
+            ("tensorrt_rtx_cu13",),
+            "tensorrt_rtx",
+            takes_frames=True,
+            plans="required",
+        ),
+    )
     aotinductor = (
         "aotinductor",
         RuntimeTraits(

@@ -13,9 +13,10 @@ from tasks.core.errors import ConfigError
 from tasks.parts.custom_operators import CustomOperators
 from tasks.parts.engines.gpu import Gpu
 from tasks.parts.engines.runtimes import CPU, CUDA, Precision, Runtime
-from tasks.parts.engines.tensorrt_options import TensorrtOptions
+from tasks.parts.engines.tensorrt_options import RTX_CAPABILITIES, HardwareCompatibility, TensorrtOptions
 
 ANY = "any"
+_TURING = "7.5"
 
 
 class Reads(StrEnum):
@@ -110,9 +111,10 @@ class Target:
     less its precision is not the one that was asked for."""
     custom_operators: list[CustomOperators]
     """Libraries with operators outside standard ONNX: extensions of OpenVINO, plugins of TensorRT. Empty for ONNX
-    Runtime: those that the graph declares."""
+    Runtime, which takes those that the graph declares, and for TensorRT for RTX, which has no plugins."""
     tensorrt: TensorrtOptions | None
-    """Options of the plan, for runtime tensorrt and for ONNX Runtime if it runs a plan; null otherwise."""
+    """Options of the plan, for the runtimes tensorrt and tensorrt_rtx, and for ONNX Runtime if it runs a plan; null
+    otherwise."""
 
     def __post_init__(self) -> None:
         traits, runtime = self.runtime.traits, f"for runtime {self.runtime}"
@@ -127,9 +129,10 @@ class Target:
         self._require(
             may_be_plan if self.tensorrt else traits.plans != "required",
             "tensorrt",
-            "options for runtime tensorrt, options or null for onnxruntime on cuda, null for the others",
+            "options for runtime tensorrt or tensorrt_rtx, options or null for onnxruntime on cuda, null for others",
         )
-        reads_graph = not traits.reads_checkpoints and self.compiler is self.runtime
+        is_rtx = self.runtime is Runtime.tensorrt_rtx
+        reads_graph = not traits.reads_checkpoints and self.compiler is self.runtime and not is_rtx
         self._require(
             reads_graph or not self.custom_operators,
             "custom_operators",
@@ -149,6 +152,9 @@ class Target:
                 self._require(not getattr(self, switch), switch, "false for engines of TensorRT")
             if self.runtime is Runtime.onnxruntime:
                 self.tensorrt.check_provider()
+            if is_rtx and self.gpu:
+                self.tensorrt.check_rtx()
+                self._require_rtx_gpu(self.gpu, self.tensorrt)
             if self.tensorrt.dla_core is not None:
                 self._require(self.max_batch == 1, "max_batch", "1 where tensorrt.dla_core is set")
                 is_half = self.precision is Precision.f16
@@ -169,7 +175,8 @@ class Target:
     @property
     def compiler(self) -> Runtime:
         """Runtime that compiles the graph: TensorRT also if ONNX Runtime runs its plan."""
-        return Runtime.tensorrt if self.tensorrt else self.runtime
+        is_wrapped = self.tensorrt is not None and self.runtime.traits.plans == "optional"
+        return Runtime.tensorrt if is_wrapped else self.runtime
 
     @property
     def operators_key(self) -> str:
@@ -185,6 +192,17 @@ class Target:
     def plain(self) -> "Target":
         """The same target with engines that read normalised images and give logits."""
         return replace(self, reads=Reads.normalised, gives=Gives.logits, coarse_classes=False)
+
+    def _require_rtx_gpu(self, gpu: Gpu, options: TensorrtOptions) -> None:
+        """Raise ConfigError unless TensorRT for RTX builds for the GPU, which it is told and does not look for."""
+        known = list(RTX_CAPABILITIES)
+        if options.hardware_compatibility is HardwareCompatibility.ampere_plus:
+            known = [one for one in known if one != _TURING] + [ANY]
+        if gpu.compute_capability not in known:
+            raise ConfigError(
+                f"gpu.compute_capability is {gpu.compute_capability}, expected one of {', '.join(known)} for runtime "
+                f"{self.runtime} with tensorrt.hardware_compatibility={options.hardware_compatibility}."
+            )
 
     def _require(self, is_met: bool, field: str, expected: str) -> None:
         if not is_met:

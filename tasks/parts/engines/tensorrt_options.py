@@ -1,5 +1,6 @@
-"""Options that a target of runtime tensorrt declares in addition to those of every target."""
+"""Options that a target whose engine is a TensorRT plan declares in addition to those of every target."""
 
+import json
 import re
 from dataclasses import dataclass
 from enum import StrEnum
@@ -14,6 +15,25 @@ MAX_OPTIMIZATION_LEVEL = 5
 OLDEST_TENSORRT = (10, 12)
 OLDEST_TENSORRT_WITH_DLA = (11, 4, 1)
 """10.7 had it last, which is older than the oldest version here; 11.4.0 has it on Windows on ARM only."""
+OLDEST_TENSORRT_RTX = (1, 7)
+"""TensorRT for RTX has numbers of its own; this is the version that was tried."""
+RTX_CAPABILITIES = ("7.5", "8.0", "8.6", "8.9", "12.0", "12.1")
+"""Compute capabilities for which TensorRT for RTX builds plans (its enum ComputeCapability)."""
+RUNTIME_CACHE = Path("artifacts/.runtime_cache")
+"""Folder, in the workspace, for the kernels that TensorRT for RTX compiles; `make gc` removes those of old plans."""
+_TIMES_NO_KERNEL = "whose builder times no kernel"
+_FIXED_FOR_RTX: dict[str, tuple[object, str]] = {
+    "optimization_level": (3, _TIMES_NO_KERNEL),
+    "tactic_sources": ([], _TIMES_NO_KERNEL),
+    "timing_cache": (None, _TIMES_NO_KERNEL),
+    "num_builds": (1, _TIMES_NO_KERNEL),
+    "sparse_weights": (False, "whose builder does not read it"),
+    "max_aux_streams": (None, "whose builder does not read it"),
+    "version_compatible": (False, "whose plans load in the version that made them only"),
+    "dla_core": (None, "which has no DLA"),
+}
+"""Options without an effect on a plan of TensorRT for RTX, or that it refuses: their only value, and why. By NVIDIA's
+guides for porting and timing caches, and by comparing plans (tests/over_tensorrt_builder.py)."""
 
 
 class HardwareCompatibility(StrEnum):
@@ -136,6 +156,14 @@ class TensorrtOptions:
             raise ConfigError(
                 f"tensorrt.profiles holds {len(self.profiles)}, expected one for runtime onnxruntime."
             )
+
+    def check_rtx(self) -> None:
+        """Raise ConfigError for options that change nothing in a plan of TensorRT for RTX, or that it refuses."""
+        for key, (only, reason) in _FIXED_FOR_RTX.items():
+            if (found := getattr(self, key)) != only:
+                raise ConfigError(
+                    f"tensorrt.{key} is {found}, expected {json.dumps(only)} for runtime tensorrt_rtx, {reason}."
+                )
 
     def profiles_for(self, max_batch: int) -> list[BatchProfile]:
         """Return the declared profiles, or the default profile."""

@@ -133,7 +133,7 @@ def _open_engine(
     is_graph = manifest.target.compiler is Runtime.onnxruntime
     encoded = read_graph(engine / (manifest.file if is_graph else GRAPH_FILE))
     match = match_tensors(graph, encoded)
-    if manifest.target.compiler is Runtime.tensorrt:
+    if manifest.target.tensorrt is not None:
         return match, TensorrtDebugRunner(encoded, match.names, manifest)
     shown = [name for name in match.names.values() if name != graph.graph.input[0].name]
     if manifest.target.compiler is Runtime.onnxruntime:

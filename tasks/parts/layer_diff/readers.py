@@ -14,6 +14,7 @@ from polygraphy.common import TensorMetadata
 
 from tasks.parts.engines.manifest import GRAPH_FILE, EngineManifest, copy_libraries
 from tasks.parts.engines.openvino.compile import compile_graph
+from tasks.parts.engines.tensorrt_flavour import choose_tensorrt
 from tasks.parts.layer_diff.matching import mark
 from tasks.parts.onnx_graphs.graph import is_too_large, write_graph
 from tasks.parts.onnx_session import copy_without, large_constants, open_session
@@ -157,6 +158,7 @@ class TensorrtDebugRunner(BaseRunner):  # type: ignore[misc]
 
     def activate_impl(self) -> None:
         """Build the plan and load it."""
+        choose_tensorrt(self._manifest.target.compiler)
         from tasks.parts.builders.tensorrt_plan import build_plan
         from tasks.parts.engines.gpu import find_gpus
         from tasks.parts.engines.tensorrt.runner import TensorrtRunner

@@ -14,7 +14,8 @@ operators/          libraries with custom operators, of engines that have some
 SHA256SUMS          of all of these, for `sha256sum -c`
 deepstream/         the configuration of Gst-nvinfer, for plans of segmentation networks that it can run
 triton/             a model repository for Triton, whose model runs the engine with frame_engine
-triton_native/      another one, for the runtime's own backend; not of engines with custom operators
+triton_native/      another one, for the runtime's own backend; not of engines with custom operators, and not for
+                    TensorRT for RTX, for which Triton has none
 """
 
 import logging
@@ -37,7 +38,7 @@ from tasks.parts.selection.triton import Serving, write_native, write_served
 
 logger = logging.getLogger(__name__)
 
-BUNDLED_RUNTIMES = (Runtime.onnxruntime, Runtime.openvino, Runtime.tensorrt)
+BUNDLED_RUNTIMES = (Runtime.onnxruntime, Runtime.openvino, Runtime.tensorrt, Runtime.tensorrt_rtx)
 """Eager PyTorch needs the code of the network, so it has no bundle."""
 
 
@@ -77,7 +78,9 @@ def write_bundle(engine: Path, row: dict[str, Any], out: Path, serving: Serving 
     shutil.copyfile(engine / manifest.file, out / manifest.file)
     name = f"{row['variant']}-{row['target']}"
     write_served(out / "triton" / name, name, describe_engine(manifest), serving or _best_serving(row))
-    if not manifest.target.custom_operators:
+    if manifest.target.runtime is Runtime.tensorrt_rtx:
+        logger.info("%s gets no triton_native: Triton has no backend for plans of TensorRT for RTX", name)
+    elif not manifest.target.custom_operators:
         write_native(out / "triton_native" / name, name, engine, manifest)
     (out / "client.py").write_text(CLIENT, encoding="utf-8")
     if manifest.target.runtime is Runtime.tensorrt and (reason := write_deepstream(manifest, out)):
@@ -104,7 +107,7 @@ def write_companions(engine: Path, row: dict[str, Any], out: Path) -> list[Path]
         (out / OPERATORS_FOLDER).mkdir(exist_ok=True)
         shutil.copyfile(library, out / OPERATORS_FOLDER / library.name)
     packages = [f"{package_of(manifest)}=={manifest.runtime_version}", f"numpy=={version('numpy')}"]
-    if manifest.target.runtime is Runtime.tensorrt:
+    if manifest.target.tensorrt is not None:
         packages.append("pycuda")
     packages.append(f"pillow=={version('pillow')}")  # it resizes: before version 13 some values differ by 1
     (out / "requirements.txt").write_text("\n".join(packages) + "\n", encoding="utf-8")

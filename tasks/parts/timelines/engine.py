@@ -22,7 +22,10 @@ _WARM_UPS = 3
 _NO_LAYERS = {
     Runtime.onnxruntime: "on a GPU, ONNX Runtime's profiler times the launch of a kernel and not the kernel",
     Runtime.aotinductor: "AOTInductor compiles the network into one program, whose kernels report no times",
-    Runtime.tensorrt: "TensorRT reports the times of layers as means only, which benchmark writes into layers.csv",
+    **dict.fromkeys(
+        (Runtime.tensorrt, Runtime.tensorrt_rtx),
+        "TensorRT reports the times of layers as means only, which benchmark writes into layers.csv",
+    ),
 }
 
 

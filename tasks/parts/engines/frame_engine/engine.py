@@ -157,4 +157,5 @@ _OPENERS: dict[str, Callable[[bytes, dict[str, Any], Sequence[Path]], Run]] = {
     "onnxruntime": _load_onnxruntime,
     "openvino": _load_openvino,
     "tensorrt": Plan,
+    "tensorrt_rtx": Plan,
 }

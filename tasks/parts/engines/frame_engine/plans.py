@@ -1,4 +1,4 @@
-"""Run TensorRT plans. Not run on real hardware."""
+"""Run TensorRT plans, of both flavours. Not run on real hardware."""
 
 import ctypes
 import math
@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from .cuda_graph import NON_BLOCKING, CapturedGraph
+from .jit import JitContexts, kernels_file, user_folder
 from .kernels import GpuArray, GpuFrames, open_kernels
 from .pixels import dtype_of_classes
 from .sessions import Array
@@ -49,7 +50,12 @@ class Plan:
         """
         import pycuda.autoprimaryctx
         import pycuda.driver as cuda
-        import tensorrt as trt
+
+        is_rtx = card["runtime"] == "tensorrt_rtx"
+        if is_rtx:
+            import tensorrt_rtx as trt
+        else:
+            import tensorrt as trt
 
         device, options = pycuda.autoprimaryctx.device, card["options"]
         check_gpu(device.name(), device.compute_capability(), options)
@@ -66,7 +72,12 @@ class Plan:
             raise ValueError(
                 f"TensorRT {trt.__version__} cannot load the engine; its error is above. Build it again here."
             )
-        context = engine.create_execution_context()
+        self._jit: JitContexts | None = None
+        if is_rtx:
+            self._jit = JitContexts(engine, _find_kernels(device, trt.__version__, card["sha256"]))
+            context = self._jit.open(cuda_graph=options["cuda_graph"])
+        else:
+            context = engine.create_execution_context()
         if context is None:
             raise ValueError(
                 "TensorRT has too little GPU memory for the engine. End other processes on the GPU."
@@ -74,7 +85,7 @@ class Plan:
         self._cuda, self._engine, self._stream = cuda, engine, cuda.Stream(NON_BLOCKING)
         self._context = context
         self._batches: list[list[int]] = card["batches"]
-        self._has_graph: bool = options["cuda_graph"]
+        self._has_graph: bool = options["cuda_graph"] and not is_rtx  # it has graphs of its own
         self._graph: CapturedGraph | None = None
         self._batch = 0
         names = [engine.get_tensor_name(index) for index in range(engine.num_io_tensors)]
@@ -129,7 +140,7 @@ class Plan:
             self._enqueue()
         else:
             self._graph.launch()
-        self._stream.synchronize()
+        self._finish()
         answers: Array = self._host_answers[:batch]
         return answers
 
@@ -177,7 +188,7 @@ class Plan:
             self._kernels.choose(scores, answers, palette=palette, colours=colours)
         elif palette is not None and colours is not None:
             self._kernels.paint(answers, palette=palette, colours=colours)
-        self._stream.synchronize()
+        self._finish()
         return GpuAnswers(answers, colours)
 
     def _enqueue(self) -> None:
@@ -191,6 +202,12 @@ class Plan:
         if self._kernels is not None and self._chooses:
             self._kernels.choose(self._on_gpu(self._outputs), answers)
         self._cuda.memcpy_dtoh_async(self._host_answers[: self._batch], self._answers.memory, self._stream)
+
+    def _finish(self) -> None:
+        """Wait for a batch, and keep the kernels that were compiled for it."""
+        self._stream.synchronize()
+        if self._jit is not None:
+            self._jit.keep(self._batch)
 
     def _execute(self) -> None:
         is_queued = self._context.execute_async_v3(self._stream.handle)
@@ -225,6 +242,20 @@ class Plan:
         """Return the memory of the current batch."""
         shape = (self._batch, *buffer.shape)
         return GpuArray(int(buffer.memory), shape, buffer.dtype, self._stream.handle)
+
+
+def _find_kernels(device: Any, version: str, sha256: str) -> Path | None:
+    """Return the file for the kernels of a plan on a device of pycuda; None for a user without a home."""
+    import pycuda.driver as cuda
+
+    folder = user_folder()
+    if folder is None:
+        return None
+    capability = ".".join(map(str, device.compute_capability()))
+    driver = cuda.get_driver_version()
+    return kernels_file(
+        folder, gpu=device.name(), capability=capability, version=version, driver=driver, sha256=sha256
+    )
 
 
 def wait_for_stream(stream: int) -> None:

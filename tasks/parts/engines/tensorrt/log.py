@@ -33,6 +33,8 @@ class TensorrtLog(trt.ILogger):  # type: ignore[misc]
         if level == logging.ERROR:
             self.errors.append(msg)
         elif level == logging.WARNING:
+            if msg in self.warnings:  # TensorRT for RTX says the same of each convolution
+                level = logging.DEBUG
             self.warnings.append(msg)
         if level:
             logger.log(level, "TensorRT: %s", msg)

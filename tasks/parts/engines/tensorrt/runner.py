@@ -1,12 +1,12 @@
-"""TensorRT. The engine file is a serialized plan. Not run on real hardware.
+"""TensorRT, of both flavours. The engine file is a serialized plan. Not run on real hardware.
 
-A plan belongs to the exact TensorRT version and the GPU that built it. Importing this module needs TensorRT and
-pycuda, so check the target first.
+A plan belongs to the exact TensorRT version and the GPU that built it. Importing this module needs pycuda and a
+flavour that was chosen (tensorrt_flavour.py), so check the target first.
 """
 
 from collections import defaultdict
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
@@ -17,13 +17,17 @@ from numpy.typing import NDArray
 
 from tasks.core.errors import ArtifactError, DataError, TargetMismatch
 from tasks.parts.engines.frame_engine.cuda_graph import NON_BLOCKING, CapturedGraph
+from tasks.parts.engines.frame_engine.jit import JitContexts, kernels_file
 from tasks.parts.engines.manifest import EngineManifest, FloatArray, engine_libraries
 from tasks.parts.engines.runner import DeviceTimes, OperatorTime, RunnerDescription, check_batch, typical_time
+from tasks.parts.engines.runtimes import Runtime
 from tasks.parts.engines.target import Target
 from tasks.parts.engines.tensorrt.debug_tensors import DebugTensors
 from tasks.parts.engines.tensorrt.inspector import read_layers
 from tasks.parts.engines.tensorrt.log import LOG, describe_errors
 from tasks.parts.engines.tensorrt.plugins import load_plugins
+from tasks.parts.engines.tensorrt_flavour import choose_tensorrt
+from tasks.parts.engines.tensorrt_options import RUNTIME_CACHE
 
 if TYPE_CHECKING:
     import torch
@@ -32,7 +36,8 @@ ENGINE_FILE = "engine.plan"
 
 
 def open_runner(file: Path, manifest: EngineManifest) -> "TensorrtRunner":
-    """Return the runner of a plan."""
+    """Return the runner of a plan; raise TargetMismatch in a process that runs the other flavour of TensorRT."""
+    choose_tensorrt(manifest.target.runtime)
     return TensorrtRunner(file, manifest)
 
 
@@ -108,10 +113,30 @@ def load_plan(plan: bytes, target: Target, libraries: Sequence[Path]) -> "trt.IC
     return engine
 
 
-def open_context(engine: "trt.ICudaEngine", target: Target) -> "trt.IExecutionContext":
+def open_jit(engine: "trt.ICudaEngine", manifest: EngineManifest) -> JitContexts:
+    """Return what opens the contexts of a plan of TensorRT for RTX, with the kernels of earlier processes."""
+    device = cuda.Device(0)
+    file = kernels_file(
+        RUNTIME_CACHE,
+        gpu=device.name(),
+        capability=".".join(map(str, device.compute_capability())),
+        version=trt.__version__,
+        driver=cuda.get_driver_version(),
+        sha256=manifest.sha256,
+    )
+    return JitContexts(engine, file, ArtifactError)
+
+
+def open_context(
+    engine: "trt.ICudaEngine", target: Target, jit: JitContexts | None = None
+) -> "trt.IExecutionContext":
     """Create an execution context with its own memory; raise ArtifactError if the GPU has too little."""
     num_before = len(LOG.errors)
-    context = engine.create_execution_context()
+    if jit is None:
+        context = engine.create_execution_context()
+    else:
+        assert target.tensorrt is not None
+        context = jit.open(cuda_graph=target.tensorrt.cuda_graph)
     if context is None:
         raise ArtifactError(
             f"TensorRT has no memory for an execution context ({describe_errors(LOG.errors[num_before:])}). End "
@@ -163,10 +188,16 @@ class TensorrtRunner:
     The stream is non-blocking: it neither waits for work on the legacy default stream, such as torch's, nor holds it
     up.
     A captured graph belongs to the shapes of its context, so the one graph is recorded again when the batch changes.
+    TensorRT for RTX captures and keeps its graphs itself.
     """
 
-    def __init__(self, file: Path, manifest: EngineManifest, engine: "trt.ICudaEngine | None" = None) -> None:
-        self._file, self.manifest, self._shared = file, manifest, engine
+    def __init__(
+        self,
+        file: Path,
+        manifest: EngineManifest,
+        shared: "tuple[trt.ICudaEngine, JitContexts | None] | None" = None,
+    ) -> None:
+        self._file, self.manifest, self._shared = file, manifest, shared
         self._graph: CapturedGraph | None = None
         self._batch = 0
         self._tensor_context: trt.IExecutionContext | None = None
@@ -175,11 +206,13 @@ class TensorrtRunner:
         target = self.manifest.target
         with ExitStack() as stack:
             stack.enter_context(PrimaryContext())
-            shared = self._shared
-            if shared is None:
-                shared = load_plan(self._file.read_bytes(), target, engine_libraries(self._file, target))
-            self._engine = shared
-            self._context = open_context(self._engine, target)
+            if self._shared is None:
+                engine = load_plan(self._file.read_bytes(), target, engine_libraries(self._file, target))
+                is_rtx = target.runtime is Runtime.tensorrt_rtx
+                self._engine, self._jit = engine, open_jit(engine, self.manifest) if is_rtx else None
+            else:
+                self._engine, self._jit = self._shared
+            self._context = open_context(self._engine, target, self._jit)
             self._stream = cuda.Stream(NON_BLOCKING)
             [self._input] = tensor_names(self._engine, trt.TensorIOMode.INPUT)
             [self._output] = tensor_names(self._engine, trt.TensorIOMode.OUTPUT)
@@ -192,10 +225,7 @@ class TensorrtRunner:
                     f"Target {target.name}: no memory for {target.max_batch} images and their logits ({error}). End "
                     f"other processes on the GPU, or lower target.{target.name}.max_batch and build again."
                 ) from error
-            is_set = self._context.set_tensor_address(self._input, int(self._device_images))
-            require(is_set, f"the memory of {self._input}", target)
-            is_set = self._context.set_output_allocator(self._output, self._device_logits)
-            require(is_set, f"the allocator of {self._output}", target)
+            self._bind(self._context)
             self._stack = stack.pop_all()
         return self
 
@@ -207,8 +237,29 @@ class TensorrtRunner:
             self._stream.synchronize()
             # In this order, while the CUDA context exists: what outlives it is never freed.
             self._tensor_context = None
-            del self._context, self._engine, self._device_images, self._device_logits
+            del self._context, self._jit, self._engine, self._device_images, self._device_logits
             del self._images_NCHW, self._logits_NCHW, self._stream
+
+    def _bind(self, context: "trt.IExecutionContext") -> None:
+        """Let a context read and write the memory of this runner."""
+        target = self.manifest.target
+        is_set = context.set_tensor_address(self._input, int(self._device_images))
+        require(is_set, f"the memory of {self._input}", target)
+        is_set = context.set_output_allocator(self._output, self._device_logits)
+        require(is_set, f"the allocator of {self._output}", target)
+
+    @contextmanager
+    def _without_graph(self) -> Iterator[None]:
+        """Launch kernels one by one meanwhile: in a graph, TensorRT calls neither profiler nor listener."""
+        self._forget_graph()
+        usual = self._context
+        if self._jit is not None:
+            self._context = self._jit.open(cuda_graph=False)
+            self._bind(self._context)
+        try:
+            yield
+        finally:
+            self._context = usual
 
     def infer(self, images_NCHW: FloatArray) -> FloatArray:
         check_batch(images_NCHW, self.manifest)
@@ -249,7 +300,7 @@ class TensorrtRunner:
                     f"Engine of target {target.name}: got {tensor.dtype} {list(tensor.shape)} on "
                     f"{tensor.device}, expected contiguous {host.dtype} {list(expected)} on the GPU."
                 )
-        context = self._tensor_context = self._tensor_context or open_context(self._engine, target)
+        context = self._tensor_context = self._tensor_context or open_context(self._engine, target, self._jit)
         stream = torch.cuda.current_stream().cuda_stream
         self._set_shape(context, num_images, stream)
         for name, tensor in ((self._input, images_NCHW), (self._output, logits_NCHW)):
@@ -265,21 +316,21 @@ class TensorrtRunner:
         check_batch(images_NCHW, self.manifest)
         num_images, listener = len(images_NCHW), DebugTensors(_copy_from_device)
         self._images_NCHW[:num_images] = images_NCHW
-        self._forget_graph()
-        self._set_shape(self._context, num_images, self._stream.handle)
-        is_set = self._context.set_debug_listener(listener)
-        require(is_set, "a debug listener", self.manifest.target)
-        self._context.unfused_tensors_debug_state = True
-        self._enqueue(num_images)
-        self._stream.synchronize()
-        self._context.unfused_tensors_debug_state = False
+        with self._without_graph():
+            self._set_shape(self._context, num_images, self._stream.handle)
+            is_set = self._context.set_debug_listener(listener)
+            require(is_set, "a debug listener", self.manifest.target)
+            self._context.unfused_tensors_debug_state = True
+            self._enqueue(num_images)
+            self._stream.synchronize()
+            self._context.unfused_tensors_debug_state = False
         return {**listener.tensors, self._output: self._logits_NCHW[:num_images].copy()}
 
     def describe(self) -> RunnerDescription:
         target, device = self.manifest.target, cuda.Device(0)
         assert target.tensorrt is not None
         return RunnerDescription(
-            runtime="tensorrt",
+            runtime=target.runtime,
             runtime_version=trt.__version__,
             provider=f"{device.name()} sm_{''.join(map(str, device.compute_capability()))}",
             num_threads=target.num_threads,
@@ -288,6 +339,7 @@ class TensorrtRunner:
                 "transfers_included": True,
                 "tf32": target.tensorrt.tf32,
                 "sparse_weights": target.tensorrt.sparse_weights,
+                **({"kernels_read": self._jit.are_kernels_read} if self._jit else {}),
             },
         )
 
@@ -296,13 +348,13 @@ class TensorrtRunner:
         num_images, times = len(images_NCHW), LayerTimes()
         kinds = {layer.name: layer.kind for layer in read_layers(inspect(self._engine, self.manifest.target))}
         self._images_NCHW[:num_images] = images_NCHW
-        self._forget_graph()
-        self._set_shape(self._context, num_images, self._stream.handle)
-        self._context.profiler = times
-        for _ in range(num_iterations):
-            self._enqueue(num_images)
-            self._stream.synchronize()
-        self._context.profiler = None
+        with self._without_graph():
+            self._set_shape(self._context, num_images, self._stream.handle)
+            self._context.profiler = times
+            for _ in range(num_iterations):
+                self._enqueue(num_images)
+                self._stream.synchronize()
+            self._context.profiler = None
         layer_times = [
             OperatorTime(name, kinds.get(name, ""), typical_time(values, num_iterations))
             for name, values in times.milliseconds.items()
@@ -311,7 +363,8 @@ class TensorrtRunner:
 
     def open_concurrent(self, count: int) -> tuple[Self, ...]:
         """Return runners that share the plan; each has its own execution context, stream and memory."""
-        return tuple(type(self)(self._file, self.manifest, self._engine) for _ in range(count))
+        shared = (self._engine, self._jit)
+        return tuple(type(self)(self._file, self.manifest, shared) for _ in range(count))
 
     def time_on_device(self, images_NCHW: FloatArray, num_iterations: int) -> DeviceTimes:
         """Time the GPU work of `run`, and the kernels alone; waiting for the host is included."""
@@ -348,12 +401,16 @@ class TensorrtRunner:
         self._launch(self._context, self._stream.handle)
 
     def _choose_batch(self, num_images: int) -> None:
-        """Set the shape of a batch, and capture its work if the target enables CUDA graphs."""
+        """Set the shape of a batch; compile its kernels, or capture its work if the target enables CUDA graphs."""
         options = self.manifest.target.tensorrt
         assert options is not None
         self._forget_graph()
         self._set_shape(self._context, num_images, self._stream.handle)
-        if options.cuda_graph:
+        if self._jit is not None:
+            self._enqueue(num_images)  # compiles the kernels
+            self._stream.synchronize()
+            self._jit.keep(num_images)
+        elif options.cuda_graph:
             self._enqueue(num_images)  # lazily loaded kernels must be loaded before a capture
             self._stream.synchronize()
             self._graph = CapturedGraph(

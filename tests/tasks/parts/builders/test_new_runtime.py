@@ -97,5 +97,5 @@ def test_new_runtime_is_in_the_keys_of_stages_and_in_the_choices(extended: Works
     done = extended.run(
         "python", "-m", "flows.params", "target=[cpu_torch,cpu_reference]", PYTHONPATH=str(extended.path)
     )
-    known = "reference, torch, onnxruntime, openvino, tensorrt, aotinductor"
+    known = "reference, torch, onnxruntime, openvino, tensorrt, tensorrt_rtx, aotinductor"
     assert done.returncode == 1 and f"runtime is 'imaginary', expected one of {known}" in done.stderr

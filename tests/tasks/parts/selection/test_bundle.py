@@ -416,6 +416,34 @@ def test_plan_is_packed_with_what_its_script_needs(workshop: Workshop, tmp_path:
     assert done.returncode != 0 and "measured with tensorrt 11.4.0.1, installed is " in done.stderr
 
 
+def test_plan_for_rtx_gets_no_backend_of_tensorrt_which_would_refuse_it(
+    workshop: Workshop, tmp_path: Path
+) -> None:
+    engine, bundle = tmp_path / "engine", tmp_path / "bundle"
+    engine.mkdir()
+    (engine / "engine.plan").write_bytes(b"no plan")
+    name = "rtx4090_tensorrt_rtx"
+    manifest = replace(
+        manifest_of(workshop, "cpu_openvino"),
+        target=workshop.target(name),
+        file="engine.plan",
+        sha256=sha256_of(engine / "engine.plan"),
+        runtime_version="1.7.1.116",
+        tensorrt_version="1.7.1.116",
+        gpu=Gpu("NVIDIA GeForce RTX 4090", "8.9"),
+    )
+    write_engine_manifest(engine, manifest)
+    assert write_bundle(engine, {"variant": "pruned", "target": name}, bundle)
+    assert not (bundle / "triton_native").exists() and not (bundle / "deepstream").exists()
+    config = (bundle / "triton" / f"pruned-{name}" / "config.pbtxt").read_text()
+    assert 'backend: "python"' in config and "KIND_GPU" in config
+    packages = (bundle / "requirements.txt").read_text().split()
+    assert packages[::2] == ["tensorrt_rtx_cu13==1.7.1.116", "pycuda"]
+    assert "frame_engine/jit.py" in (bundle / "SHA256SUMS").read_text()
+    done = infer(sys.executable, bundle, np.zeros((1, 64, 96, 3), np.uint8), tmp_path)
+    assert done.returncode != 0 and "measured with tensorrt_rtx_cu13 1.7.1.116, installed is " in done.stderr
+
+
 def on_frames_bundle(workshop: Workshop, target: str, folder: Path) -> tuple[Path, Path]:
     """Build an engine that reads frames and gives classes; return its folder and its bundle."""
     built, bundle = folder / "built", folder / "bundle"

@@ -1,0 +1,1 @@
+"""TensorRT for RTX. Not run on real hardware."""
