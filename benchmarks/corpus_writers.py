@@ -13,7 +13,7 @@ import sys
 import tempfile
 import venv
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -41,6 +41,8 @@ class Writer:
     """Requirements beside it; torch is that of the calling environment, whose build is one for the CPU."""
     is_here: bool = False
     """Whether the tool is a package of the calling environment."""
+    shares: str = ""
+    """The tool whose environment it has, if it has none of its own."""
 
 
 def write_with(tool: str, given: str, images_NCHW: Any, out: Path, environments: Path) -> None:
@@ -71,7 +73,7 @@ def _python_of(tool: str, environments: Path) -> Path:
         return Path(sys.executable)
     packages = [writer.package, *writer.others]
     packages = [f"torch=={version('torch')}" if name == "torch" else name for name in packages]
-    folder = environments / tool
+    folder = environments / (writer.shares or tool)
     python, installed = folder / "bin" / "python", folder / "installed.txt"
     if not installed.is_file() or installed.read_text(encoding="utf-8").split() != packages:
         shutil.rmtree(folder, ignore_errors=True)
@@ -134,6 +136,14 @@ def _modelopt(given: str, images_NCHW: Any, out: Path) -> None:
     quantize(given, calibration_data=images_NCHW, calibration_eps=["cpu"], output_path=str(out))
 
 
+def _modelopt_max(given: str, images_NCHW: Any, out: Path) -> None:
+    """The same with the largest magnitudes as ranges."""
+    from modelopt.onnx.quantization import quantize
+
+    images = {"calibration_data": images_NCHW, "calibration_method": "max", "calibration_eps": ["cpu"]}
+    quantize(given, output_path=str(out), **images)
+
+
 def _tf2onnx(given: str, images_NCHW: Any, out: Path) -> None:
     import keras
     import tensorflow
@@ -169,25 +179,20 @@ def _paddle2onnx(given: str, images_NCHW: Any, out: Path) -> None:
     )
 
 
+_MODELOPT = Writer(
+    "nvidia-modelopt==0.47.0",
+    _modelopt,
+    # What its extra `onnx` names, without the packages for CUDA.
+    (
+        *("torch", "onnx==1.21.*", "onnxruntime==1.24.*", "onnxscript", "onnxslim", "onnxconverter-common"),
+        *("onnx-graphsurgeon", "polygraphy", "cppimport", "lief", "ml_dtypes"),
+    ),
+)
 WRITERS: Mapping[str, Writer] = {
     "nncf": Writer("nncf", _nncf, is_here=True),
     "aimet": Writer("aimet-onnx==2.42.0", _aimet, ("torch",)),
-    "modelopt": Writer(
-        "nvidia-modelopt==0.47.0",
-        _modelopt,
-        # What its extra `onnx` names, without the packages for CUDA.
-        (
-            *(
-                "torch",
-                "onnx==1.21.*",
-                "onnxruntime==1.24.*",
-                "onnxscript",
-                "onnxslim",
-                "onnxconverter-common",
-            ),
-            *("onnx-graphsurgeon", "polygraphy", "cppimport", "lief", "ml_dtypes"),
-        ),
-    ),
+    "modelopt": _MODELOPT,
+    "modelopt_max": replace(_MODELOPT, write=_modelopt_max, shares="modelopt"),
     "tf2onnx": Writer("tf2onnx==1.17.0", _tf2onnx, ("tensorflow-cpu==2.20.0",)),
     "paddle2onnx": Writer(
         "paddle2onnx==2.1.0",

@@ -1,11 +1,11 @@
 """Where do Q/DQ pairs stand in our graphs for TensorRT, and where in those of Model-Optimizer?
 
 ``python -m benchmarks.tensorrt_peers --workspace DIR`` quantizes five networks with both: the same file, the same
-calibration images, FP16 around INT8 (ours for ``h200_tensorrt``, Model-Optimizer with its defaults, in a virtual
-environment of its own). It counts the pairs and what reads them, computes the logits of both as the graphs are
-written, so that each tensor is rounded to its type between two operators (the order of additions in a kernel is not
-modelled), against those of the float file, and lets TensorRT for RTX build both (tensorrt_rtx.py). No GPU is needed,
-and no speed is measured.
+calibration images and their largest magnitudes as ranges, FP16 around INT8 (ours for ``h200_tensorrt``,
+Model-Optimizer's defaults, in a virtual environment of its own). It counts the pairs and what reads them, computes the
+logits of both as the graphs are written, so that each tensor is rounded to its type between two operators (the order
+of additions in a kernel is not modelled), against those of the float file, and lets TensorRT for RTX build both
+(tensorrt_rtx.py). No GPU is needed, and no speed is measured.
 
 Results go to ``benchmarks/results/tensorrt_peers.json`` network by network; docs/tensorrt.md has them.
 """
@@ -59,7 +59,7 @@ from tasks.parts.onnx_graphs.signal_to_noise import difference
 from tasks.parts.onnx_session import open_session
 
 RESULTS = Path(__file__).parent / "results" / "tensorrt_peers.json"
-TARGET, PEER = "h200_tensorrt", "modelopt"
+TARGET, PEER = "h200_tensorrt", "modelopt_max"
 OURS, THEIRS = "ours", "Model-Optimizer"
 _VIT = "vit_b"
 NETWORKS = ("resnet_18", "mobilenet_v2", "efficientnet_b0", "yolov8n_backbone", _VIT)
@@ -108,8 +108,8 @@ def measure(name: str, workspace: Path, builder: Path) -> Row:
     images_NCHW = read_images(workspace, "train", spec.side)
     try:
         file = network_file(name, workspace) if name in CORPUS else write_vit(workspace, images_NCHW)
-        fewer = f"quantize_ptq.num_images={NUM_IMAGES}"
-        calls = stage_calls([*overrides_of(file, spec, workspace), fewer], workspace)
+        same = (f"quantize_ptq.num_images={NUM_IMAGES}", "quantize_ptq.calibrators=[minmax]")
+        calls = stage_calls([*overrides_of(file, spec, workspace), *same], workspace)
         for address in STAGES:
             run_stage(address, stage_command(address, calls[address]), workspace, timeout_s=STAGE_S)
         write_graph(graph_for_target(workspace), folder / f"{OURS}.onnx")
