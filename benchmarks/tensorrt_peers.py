@@ -2,9 +2,9 @@
 
 ``python -m benchmarks.tensorrt_peers --workspace DIR`` quantizes five networks with both: the same file, the same
 calibration images and their largest magnitudes as ranges, FP16 around INT8 (ours for ``h200_tensorrt``,
-Model-Optimizer's defaults, in a virtual environment of its own). It counts the pairs and what reads them, computes the
-logits of both as the graphs are written, so that each tensor is rounded to its type between two operators (the order
-of additions in a kernel is not modelled), against those of the float file, and lets TensorRT for RTX build both
+Model-Optimizer's defaults, in a virtual environment of its own). It counts the pairs and what reads them, computes
+the logits of both as the graphs are written, so that each tensor is rounded to its type between two operators (the
+order of additions in a kernel is not modelled), against those of the float file, and lets TensorRT for RTX build both
 (tensorrt_rtx.py). No GPU is needed, and no speed is measured.
 
 Results go to ``benchmarks/results/tensorrt_peers.json`` network by network; docs/tensorrt.md has them.
