@@ -82,7 +82,10 @@ def examine(params: Mapping[str, Any], *, all_targets: bool) -> Iterator[Finding
     yield _examine_gpus()
     for package in _PACKAGES:
         yield _examine_package(package)
-    needs_builder = any(section.get("tensorrt") for section in params["build_engine"].values())
+    needs_builder = any(
+        section.get("tensorrt") and section["runtime"] != Runtime.tensorrt_rtx
+        for section in params["build_engine"].values()
+    )
     yield _examine_builder(State.needed if needs_builder else State.missing)
     if all_targets:
         for name in others:

@@ -182,17 +182,13 @@ def test_polygraphy_builds_by_the_command_beside_a_plan(tmp_path: Path) -> None:
     write_graph(source.graph, tmp_path / "graph.onnx")
     build = describe_build(source.graph, target.gpu, trt.__version__, is_quantized=False)
     command = polygraphy_command(replace(target, max_batch=4, tensorrt=options), build)
-    # Polygraphy looks for this package under the name that it has on PyPI.
-    [bindings] = trt.__path__
-    (tmp_path / "tensorrt_rtx").symlink_to(bindings)
-    (tmp_path / "tensorrt_rtx_libs").symlink_to(Path(bindings).with_name("tensorrt_rtx_libs"))
     done = subprocess.run(
         [
             Path(sys.executable).with_name("polygraphy"),
             *(word.replace("$engine/", "") for word in command[1:]),
         ],
         cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": str(tmp_path), "POLYGRAPHY_USE_TENSORRT_RTX": "1"},
+        env={**os.environ, "POLYGRAPHY_USE_TENSORRT_RTX": "1"},
         capture_output=True,
         text=True,
         check=False,

@@ -138,6 +138,11 @@ def test_tensorrt_that_is_not_installed_is_told(checkout):
     assert builder.mend.startswith("pip install -e '.[gpu]'")
 
 
+def test_run_for_rtx_needs_no_other_builder(checkout):
+    builder = found_first("TensorRT's builder", "target=[cpu_torch,cuda_torch,rtx4090_tensorrt_rtx]")
+    assert builder.state in (State.ok, State.missing)
+
+
 def test_silent_servers_are_told_without_their_passwords(checkout, monkeypatch):
     monkeypatch.setenv("PREFECT_API_URL", f"{CLOSED}/api")
     prefect = found("Prefect")
