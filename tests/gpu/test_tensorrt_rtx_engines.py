@@ -29,6 +29,7 @@ _HAS_RTX = all(importlib.util.find_spec(name) for name in ("tensorrt_rtx", "pycu
 _CAPABILITIES = [gpu.compute_capability for gpu in find_gpus()[:1]]
 
 pytestmark = [
+    pytest.mark.gpu,
     pytest.mark.tensorrt,
     pytest.mark.skipif(not _CAPABILITIES, reason="no NVIDIA GPU on this machine"),
     pytest.mark.skipif(
