@@ -98,6 +98,7 @@ def pack(folder: Path) -> None:
     subprocess.run([*_PIP, "wheel", "--quiet", "--no-deps", "-w", str(wheels), package], check=True)
     for wheel in sorted(wheels.glob("*.whl")):
         split(wheel)
+    (folder / RUN).mkdir()
     write_params(params, folder / RUN / PARAMS_FILE)
     for path in models:
         (folder / RUN / path).parent.mkdir(parents=True, exist_ok=True)
