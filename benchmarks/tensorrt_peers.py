@@ -52,8 +52,15 @@ from tasks.core.errors import BuildFailed, first_line
 from tasks.core.execute import ARTIFACTS
 from tasks.parts.builders.contract import GraphSource, read_source
 from tasks.parts.builders.graph_rewrites import rewrite_for, round_rest
+from tasks.parts.data.dataset import normalise
 from tasks.parts.engines.target import Target
-from tasks.parts.onnx_graphs.graph import index_graph, name_nodes, read_graph, write_graph
+from tasks.parts.onnx_graphs.graph import (
+    index_graph,
+    name_nodes,
+    read_card_of_graph,
+    read_graph,
+    write_graph,
+)
 from tasks.parts.onnx_graphs.macs import LAYER_TYPES, sizes_of_one_image
 from tasks.parts.onnx_graphs.signal_to_noise import difference
 from tasks.parts.onnx_session import open_session
@@ -108,12 +115,14 @@ def measure(name: str, workspace: Path, builder: Path) -> Row:
     images_NCHW = read_images(workspace, "train", spec.side)
     try:
         file = network_file(name, workspace) if name in CORPUS else write_vit(workspace, images_NCHW)
-        same = (f"quantize_ptq.num_images={NUM_IMAGES}", "quantize_ptq.calibrators=[minmax]")
+        same = (f"prepare_data.folder.num_calibration={NUM_IMAGES}", "quantize_ptq.calibrators=[minmax]")
         calls = stage_calls([*overrides_of(file, spec, workspace), *same], workspace)
         for address in STAGES:
             run_stage(address, stage_command(address, calls[address]), workspace, timeout_s=STAGE_S)
         write_graph(graph_for_target(workspace), folder / f"{OURS}.onnx")
-        given_NCHW = images_NCHW[:NUM_IMAGES]
+        images = workspace / ARTIFACTS / "label_images" / "dataset" / "calibration_images.npy"
+        card = read_card_of_graph(read_graph(workspace / ARTIFACTS / "import_onnx" / "model.onnx"))
+        given_NCHW = normalise(np.load(images), card.mean, card.std)
         write_with(PEER, str(file), given_NCHW, folder / f"{THEIRS}.onnx", workspace / "environments")
     except (NotFinished, NotWritten) as error:
         raise SystemExit(f"{name}: {error}") from error
