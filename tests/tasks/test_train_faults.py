@@ -119,10 +119,12 @@ def test_data_workers_are_named_when_killed_and_end_with_the_training(workspace:
 
     for end in (signal.SIGINT, signal.SIGTERM, signal.SIGKILL):
         process, descendants = start(workspace)
-        for child in descendants if end == signal.SIGINT else []:
-            if os.getpgid(child.pid) == os.getpgid(process.pid):  # those to which a terminal sends Ctrl-C
-                child.send_signal(end)
+        group = os.getpgid(process.pid)
+        interrupted = [child for child in descendants if os.getpgid(child.pid) == group]
         process.send_signal(end)
+        for child in interrupted if end == signal.SIGINT else []:  # those to which a terminal sends Ctrl-C
+            with contextlib.suppress(psutil.NoSuchProcess):
+                child.send_signal(end)
         output = process.communicate(timeout=ENDED_WITHIN_S)[0]
         assert process.returncode == (-end if end == signal.SIGKILL else 128 + end)
         assert "resuming after epoch" in output and "Traceback" not in output, output

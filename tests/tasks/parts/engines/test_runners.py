@@ -329,4 +329,5 @@ def test_impossible_target_is_refused_with_its_key(workshop, field, value, messa
 
 def test_every_declared_target_is_valid(workshop):
     found = {name: workshop.target(name).runtime for name in DECLARED_TARGETS}
-    assert set(found.values()) == set(Runtime) - {Runtime.tensorrt}  # those are in test_tensorrt.py
+    in_test_tensorrt = {Runtime.tensorrt, Runtime.tensorrt_rtx}
+    assert set(found.values()) == set(Runtime) - in_test_tensorrt
