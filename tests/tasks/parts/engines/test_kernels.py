@@ -348,7 +348,7 @@ def plan_of(
 def plan_card(**changes: Any) -> dict[str, Any]:
     gpu = {"name": "NVIDIA Imaginary", "compute_capability": "9.0"}
     options = {"gpu": gpu, "hardware_compatibility": "none", "version_compatible": False, "cuda_graph": False}
-    return card_of((12, 17), batches=[[1, 4]], options=options, **changes)
+    return card_of((12, 17), runtime="tensorrt", batches=[[1, 4]], options=options, **changes)
 
 
 @pytest.mark.parametrize("case", CASES)
