@@ -4,8 +4,8 @@ On a machine with a network, in a repository where the default pipeline has run 
 
     python -m benchmarks.gpu_tensorrt --pack DIR
 
-fetches the wheels of TensorRT for RTX with the hashes in tensorrt_rtx.txt, splits them into parts below 64 MiB, and
-copies the models and the data of the run with a params.yaml for the targets of the GPU machine. Then there, in a
+fetches the wheels of TensorRT for RTX with the hashes in tensorrt_rtx.txt, and copies the models and the data of the
+run with a params.yaml for the targets of the GPU machine; no file has more than 60 MiB. Then there, in a
 copy of the repository::
 
     python -m benchmarks.gpu_tensorrt --packed DIR --out OUT --budget-s 540
@@ -96,14 +96,14 @@ def pack(folder: Path) -> None:
     [version] = set(re.findall(r"==(\S+)", REQUIREMENTS.read_text(encoding="utf-8")))
     package = f"tensorrt_rtx_cu13=={version}"  # has no wheel, but two lines that import the bindings
     subprocess.run([*_PIP, "wheel", "--quiet", "--no-deps", "-w", str(wheels), package], check=True)
-    for wheel in sorted(wheels.glob("*.whl")):
-        split(wheel)
     (folder / RUN).mkdir()
     write_params(params, folder / RUN / PARAMS_FILE)
     for path in models:
         (folder / RUN / path).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(path, folder / RUN / path)
     shutil.copytree(params["pipeline"]["data"], folder / RUN / params["pipeline"]["data"])
+    for file in [path for path in folder.rglob("*") if path.is_file() and path.stat().st_size > PART_BYTES]:
+        split(file)
     size = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
     print(f"{folder}: {size / 1e6:.0f} MB in parts of up to {PART_BYTES >> 20} MiB")
 
@@ -116,14 +116,15 @@ def split(file: Path) -> None:
     file.unlink()
 
 
-def join(folder: Path, out: Path) -> list[Path]:
-    """Write the files whose parts lie in a folder."""
-    out.mkdir(parents=True, exist_ok=True)
+def join(folder: Path) -> list[Path]:
+    """Put together the files whose parts lie below a folder."""
     joined = []
-    for first in sorted(folder.glob("*.part0")):
-        file = out / first.name.removesuffix(".part0")
-        parts = sorted(folder.glob(f"{file.name}.part*"), key=lambda path: int(path.suffix[5:]))
+    for first in sorted(folder.rglob("*.part0")):
+        file = first.with_suffix("")
+        parts = sorted(file.parent.glob(f"{file.name}.part*"), key=lambda path: int(path.suffix[5:]))
         file.write_bytes(b"".join(part.read_bytes() for part in parts))
+        for part in parts:
+            part.unlink()
         joined.append(file)
     return joined
 
@@ -135,8 +136,10 @@ def install(packed: Path, out: Path) -> Path:
         draft = out / "installing"
         shutil.rmtree(draft, ignore_errors=True)
         command = [*_PIP, "install", "--quiet", "--no-deps", "--no-index"]
-        files = join(packed / WHEELS, out / WHEELS)
-        subprocess.run([*command, "--target", str(draft), *map(str, files)], check=True)
+        shutil.copytree(packed / WHEELS, out / WHEELS, dirs_exist_ok=True)
+        join(out / WHEELS)
+        files = map(str, (out / WHEELS).glob("*.whl"))
+        subprocess.run([*command, "--target", str(draft), *files], check=True)
         draft.rename(site)
     return site
 
@@ -146,7 +149,11 @@ def run(packed: Path, out: Path, deadline: float) -> int:
     site = install(packed, out)
     workspace = out / RUN
     if not workspace.is_dir():
-        shutil.copytree(packed / RUN, workspace)
+        draft = out / "copying"
+        shutil.rmtree(draft, ignore_errors=True)
+        shutil.copytree(packed / RUN, draft)
+        join(draft)
+        draft.rename(workspace)
     steps = {"takes this GPU": (workspace, [sys.executable, "-c", _TRIAL])}
     if find_gpus():
         steps["GPU tests"] = (REPOSITORY, [sys.executable, "-m", "pytest", "-q", "-m", "gpu", *_GPU_TESTS])

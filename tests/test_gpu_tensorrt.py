@@ -14,11 +14,14 @@ from tests.conftest import REPOSITORY, Workspace
 def test_parts_of_a_file_are_joined_in_their_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gpu_tensorrt, "PART_BYTES", 3)
     content = bytes(range(32))
-    (tmp_path / "some.whl").write_bytes(content)
-    gpu_tensorrt.split(tmp_path / "some.whl")
-    assert len([*tmp_path.iterdir()]) == 11 and max(path.stat().st_size for path in tmp_path.iterdir()) == 3
-    [joined] = gpu_tensorrt.join(tmp_path, tmp_path / "out")
-    assert joined.name == "some.whl" and joined.read_bytes() == content
+    file = tmp_path / "some" / "libs.whl"
+    file.parent.mkdir()
+    file.write_bytes(content)
+    gpu_tensorrt.split(file)
+    sizes = [path.stat().st_size for path in file.parent.iterdir()]
+    assert len(sizes) == 11 and max(sizes) == 3
+    assert gpu_tensorrt.join(tmp_path) == [file] == [*file.parent.iterdir()]
+    assert file.read_bytes() == content
 
 
 @pytest.mark.trial
