@@ -47,6 +47,7 @@ def unpack_debian(packages: Sequence[str], release: str, folder: Path) -> Path:
     settings = {
         "APT::Sandbox::User": "",
         "APT::Update::Error-Mode": "any",
+        "Acquire::http::Timeout": 30,
         "Dir::Cache": folder / "cache",
         "Dir::Etc::sourcelist": folder / "sources.list",
         "Dir::Etc::sourceparts": "-",
@@ -56,7 +57,7 @@ def unpack_debian(packages: Sequence[str], release: str, folder: Path) -> Path:
     for command in (["update"], ["download", *packages]):
         done = subprocess.run([*apt, *command], cwd=folder, capture_output=True, text=True, check=False)
         if done.returncode:
-            reason = done.stderr.strip().splitlines()[-1]
+            reason = (done.stderr.strip().splitlines() or ["no message"])[-1]
             pytest.skip(f"{' and '.join(packages)} of Debian {release} cannot be downloaded: {reason}")
     for package in folder.glob("*.deb"):
         subprocess.run(["dpkg-deb", "--extract", package, folder / "site"], check=True)
