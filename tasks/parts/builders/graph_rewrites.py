@@ -3,7 +3,7 @@
 Each rewrite is a switch of the target; benchmarks/encodings.py measures them.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from functools import partial
 
 import numpy as np
@@ -112,16 +112,10 @@ def _encodings_for(target: Target) -> list[Rewrite]:
         encodings.append(Rewrite("weights_to_7_bits", weights_to_7_bits, rounds_weights=True))
     if target.pairs_before_activations:
         return [*encodings, Rewrite("gemm_as_matmul", gemm_as_matmul, is_optional=True)]
-    # Pairs that go are dropped first: until then symmetric levels would double their noise as well.
-    fused = [_placement(fuse_activations), _placement(drop_pairs_between_moves)]
-    if target.tensorrt is None:
-        return [*fused, *encodings]
-    moves = (residual_pairs_alone, vector_products_in_float, equal_steps_at_concat)
-    return [*fused, *encodings, *map(_placement, moves)]
-
-
-def _placement(move: Callable[[ModelProto], ModelProto]) -> Rewrite:
-    return Rewrite(move.__name__, move, is_optional=True)
+    placements = [fuse_activations, drop_pairs_between_moves]
+    if target.tensorrt is not None:
+        placements += [residual_pairs_alone, vector_products_in_float, equal_steps_at_concat]
+    return [*encodings, *(Rewrite(move.__name__, move, is_optional=True) for move in placements)]
 
 
 def round_rest(target: Target, graph: ModelProto, images_NCHW: NDArray[np.float32]) -> ModelProto:
