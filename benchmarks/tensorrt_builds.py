@@ -147,11 +147,15 @@ def large_file(workspace: Path) -> Path:
 
 
 def build_all(workspace: Path, kinds: Sequence[str]) -> Iterator[Row]:
-    """Yield what the builder makes of each graph of these kinds for each target. Needs TensorRT."""
+    """Yield what the builder makes of each graph of these kinds for each target. Needs TensorRT.
+
+    Rewrites are not held against the graph, as `build_engine` does: few images and random weights may drown any
+    logits in rounding.
+    """
     import tensorrt as trt
 
     from tasks.parts.builders.contract import GraphSource, read_source
-    from tasks.parts.builders.graph_rewrites import round_rest
+    from tasks.parts.builders.graph_rewrites import rewrite_for, round_rest
     from tasks.parts.builders.tensorrt_network import count_products
     from tasks.parts.builders.tensorrt_plan import build_plan, parse_graph
     from tasks.parts.engines.tensorrt.log import LOG
@@ -173,7 +177,7 @@ def build_all(workspace: Path, kinds: Sequence[str]) -> Iterator[Row]:
             num_warnings = len(LOG.warnings)
             found: Row = {"graph": kind, "target": name, "fault": ""}
             try:
-                graph = round_rest(target, source.rewritten(target), source.images_NCHW)
+                graph = round_rest(target, rewrite_for(target, source.graph), source.images_NCHW)
                 found["products"] = count_products(parse_graph(trt.Builder(LOG), graph, target)[0])
                 started = time.monotonic()
                 plan = build_plan(graph, target, declared.gpu)
