@@ -268,6 +268,7 @@ Assumptions of ours that were wrong, or that nobody had tried, and what became o
   INT8 (`uint8_activations: false`), and a test holds that the parser refuses the other one.
 - Around INT8 in FP16 this builder says that it converts scales of convolutions to FP32. `QuantizeLinear` takes an
   input and a scale of one type, so the graph has them in FP16.
+- `Col2Im` (torch's `fold`, in MobileViT V2) has no importer: the build is refused with the names of the nodes.
 - The parser of TensorRT for RTX ends the process where a plugin is created. Its registry loads libraries of plugins,
   which a test does; its targets take none.
 """
