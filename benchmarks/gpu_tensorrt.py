@@ -11,7 +11,7 @@ copy of the repository::
     python -m benchmarks.gpu_tensorrt --packed DIR --out OUT --budget-s 540
 
 installs the wheels into OUT; asks whether they take this GPU (parse, build, load); runs the GPU tests of TensorRT for
-RTX, of the kernels and of the C++ program; and builds, validates and races FP16 against INT8 against eager and
+RTX and of the kernels; and builds, validates and races FP16 against INT8 against eager and
 compiled PyTorch (benchmarks/gpu_ladder.py; AOTInductor builds the default student there, which crashed torch 2.11).
 Each step has a log in OUT and a line in OUT/steps.json; a second call goes on with the step that the budget cut.
 Without a GPU the first step says what the wheels do there, and the others are left out.
@@ -42,7 +42,11 @@ OVERRIDES = (
     f"target=[{','.join(TARGETS)}]",
     "select_engine.float_reference.target=cuda_torch",
     "measure_machine.checkpoint_targets=true",
+    *(f"target.{name}.runtime_version=any" for name in ("cuda_torch", "cuda_aotinductor")),
+    *(f"target.rtx4090_tensorrt_rtx.gpu.{field}=any" for field in ("name", "compute_capability")),
+    "target.rtx4090_tensorrt_rtx.tensorrt.hardware_compatibility=ampere_plus",
 )
+"""For whatever GPU and torch are there."""
 _PIP = (sys.executable, "-m", "pip")
 SHORTEST_S = 20.0
 """No step is started with less budget left."""
